@@ -299,6 +299,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
             "minilm-finetune": "minilm_finetune",
             "multi30k": "translation-multi30k-cpu-float32",
             "perplexity": "perplexity-enwiki-cpu-float32",
+            "simultaneous": "simultaneous-multi30k-cpu-float32",
             "teacher": "teacher",
         }.items()
     },

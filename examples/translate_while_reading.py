@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM
 from luna_hf.scripting import Parser, UserError, load_tokenizer, run_script
 from luna_hf.simultaneous import SimultaneousTranslator, WaitK
 
-TEXT = "A young girl in a red jacket is running through the snow with her dog."
+TEXT = "Two men in orange shirts are playing football on a green field."
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

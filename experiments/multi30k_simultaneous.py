@@ -113,9 +113,12 @@ def run(options: argparse.Namespace) -> None:
 
 def cost(options: argparse.Namespace) -> None:
     """Measure the state and the time of a token after sources of several lengths."""
-    rows = []
+    path = options.runs / "cost.json"
+    options.runs.mkdir(parents=True, exist_ok=True)
+    rows = read_json(path)["rows"] if path.is_file() else []
+    measured = {(row["system"], row["length"]) for row in rows}
     for system, length in itertools.product(WHOLE, LENGTHS):
-        if system == "softmax" and length > MOST_SOFTMAX:
+        if (system == "softmax" and length > MOST_SOFTMAX) or (system, length) in measured:
             continue
         _, recipe, changes = SYSTEMS[system]
         model = yaml.safe_load((RECIPES / f"multi30k_wait_{recipe}.yaml").read_text())["model"]
@@ -135,9 +138,8 @@ def cost(options: argparse.Namespace) -> None:
         if not all(tensor.isfinite().all() for tensor in stream.cache.state_dict().values()):
             raise FloatingPointError(f"The state of {system} is not finite after {length:,} source tokens.")
         rows.append({"system": system, "length": length, "bytes": stream.cache.nbytes, "seconds": seconds})
+        write_json(path, {**options.header, "rows": rows})
         progress(f"{system}, {length}: {stream.cache.nbytes:,} bytes, {1000 * statistics.median(seconds):.2f} ms")
-    options.runs.mkdir(parents=True, exist_ok=True)
-    write_json(options.runs / "cost.json", {**options.header, "rows": rows})
 
 
 def report(options: argparse.Namespace) -> None:

@@ -158,14 +158,18 @@ def run(options: argparse.Namespace) -> None:
 
 def cost(options: argparse.Namespace) -> None:
     """Measure time and memory of every system at every length."""
-    rows = []
+    path = options.runs / "cost.json"
+    options.runs.mkdir(parents=True, exist_ok=True)
+    rows = read_json(path)["rows"] if path.is_file() else []
+    measured = {(row["system"], row["length"]) for row in rows}
     for length, system in itertools.product(options.lengths, options.systems):
+        if (system, length) in measured:
+            continue
         words = [*recipe_words(system, length), *options.overrides]
         figures = measuring.in_own_process(summarization_cost.measure_cell, words, length, options.threads)
         rows.append({"system": system, "length": length, **figures})
+        write_json(path, {**options.header, "protocol": summarization_cost.PROTOCOL, "rows": rows})
         progress(f"{system}, {length}: {figures}")
-    options.runs.mkdir(parents=True, exist_ok=True)
-    write_json(options.runs / "cost.json", {**options.header, "protocol": summarization_cost.PROTOCOL, "rows": rows})
 
 
 # ---- report ----

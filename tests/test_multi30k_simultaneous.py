@@ -66,6 +66,8 @@ def test_systems_are_trained_and_scored(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "PIECE", 15)
     monkeypatch.setattr(study, "STEPS", 3)
     assert study.main(["cost", *where]) == 0
+    times = (tmp_path / "runs" / "cost.json").stat().st_mtime_ns
+    assert study.main(["cost", *where]) == 0 and (tmp_path / "runs" / "cost.json").stat().st_mtime_ns == times
     report = ["report", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
     assert study.main(report) == 0
     for gone in ("cost.json", "train/softmax-en-de-seed0/run.json"):  # published figures stay
