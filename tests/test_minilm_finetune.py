@@ -24,13 +24,23 @@ from common.hub import push_folder, reserve_repository
 from helpers import ROOT, refused, run_python
 from hub_stub import HubStub
 from minilm import recipe_model
+from peft import LoraConfig, get_peft_model
 from pyarrow import Table, parquet
 from safetensors.torch import load_file
 from test_convert_command import WORDS, write_model
-from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline, set_seed
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    pipeline,
+    set_seed,
+)
 
 from luna_hf import AbcForMaskedLM, AbcForTokenClassification, AbcModel
-from luna_hf.models import base as models_base
+from luna_hf.models import adapters as adapters_of_models
 
 FIELDS = {"memory_control": "compressive", "local_window": 4, "num_selected_tokens": 4, "memory_size": 2}
 TEXTS = [" ".join((WORDS * 3)[start : start + size]) for start, size in ((0, 3), (1, 9), (2, 20), (3, 6))]
@@ -311,9 +321,39 @@ def test_labels_are_the_adapters_wherever_it_is_loaded_from(clone, monkeypatch, 
     assert changed.config.classifier_dropout == 0.5 and changed.num_labels == len(tasks.WNUT)
     base = clone.root / "checkpoints" / "tiny"
     assert AutoModelForTokenClassification.from_pretrained(base).num_labels == 2
-    monkeypatch.setattr(models_base, "is_peft_available", lambda: False)
+    monkeypatch.setattr(adapters_of_models, "is_peft_available", lambda: False)
     with refused("pip install peft", error=ImportError):
         AbcForTokenClassification.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("task", "loader", "named"),
+    [
+        ("sst2", AutoModelForMaskedLM, "lm_head of AbcForMaskedLM"),
+        ("sst2", AutoModelForTokenClassification, "classifier of AbcForTokenClassification"),
+        ("wnut17", AutoModelForQuestionAnswering, "qa_outputs"),
+        ("mlm", AutoModelForSequenceClassification, "classifier of AbcForSequenceClassification"),
+        ("sst2", AutoModel, "its base, checkpoints/tiny"),
+        ("mlm", AbcModel, "a model with a head"),
+    ],
+)
+def test_an_adapter_of_another_head_is_refused(clone, task, loader, named, monkeypatch):
+    monkeypatch.chdir(clone.root)
+    with refused(f"tiny-{task} is an adapter", named):
+        loader.from_pretrained(clone.checkpoint(f"tiny-{task}").folder)
+
+
+def test_an_adapter_keeps_the_head_of_its_base(conversion, tmp_path):
+    """Of the class that the base was saved as; LoRA alone is in the adapter."""
+    AbcForMaskedLM.from_pretrained(conversion).save_pretrained(tmp_path / "base")
+    model = AbcForMaskedLM.from_pretrained(tmp_path / "base")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["query"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    model.config.save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(loaded.lm_head.dense.weight, model.lm_head.dense.weight)
+    with refused("classifier of AbcForSequenceClassification"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("loader", [AutoModelForTokenClassification, AbcForTokenClassification])

@@ -32,6 +32,7 @@ from typing import Any
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch import nn
 from torch.nn import functional as F
@@ -2286,6 +2287,96 @@ class TokenEmbeddings(nn.Module):
         return ValueError(" ".join(said))
 
 
+# ---- models/adapters.py ----
+#
+# PEFT adapters in folders with the config of their model: where the base is, and what the adapter must hold.
+
+
+_PLACE = ("cache_dir", "local_files_only", "token")
+
+
+def base_of_adapter(
+    cls: type[PreTrainedModel], source: str | os.PathLike | None, options: dict[str, Any]
+) -> tuple[str | os.PathLike | None, dict[str, Any], set[str]]:
+    """The base of an adapter, options of `from_pretrained` that put the adapter on it, and its tensors by name.
+
+    The model gets the adapter's own config. Transformers would take the config from the base, whose head has other
+    labels, or look for the base's weights beside the adapter's config. What is no adapter, or has no config or all
+    weights, stays as it is.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: The class has no head, but the adapter's model had one.
+    """
+    auto = options.get("adapter_kwargs") or {}  # of the Auto classes, which may have replaced the source
+    adapter = auto.get("_adapter_model_path", source)
+    place = {name: options[name] for name in _PLACE if options.get(name)}
+    place["revision"] = auto.get("revision")
+    found = None if adapter is None else find_adapter_config_file(adapter, **place)
+    if found is None or os.path.isfile(os.path.join(adapter, SAFE_WEIGHTS_NAME)):
+        return source, options, set()
+    if cached_file(adapter, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **place) is None:
+        return source, options, set()
+    if not is_peft_available():
+        raise ImportError(f"{adapter} is an adapter, which needs the package peft: `pip install peft`.")
+    config = options.get("config")
+    if config is None:
+        config, options = cls.config_class.from_pretrained(adapter, return_unused_kwargs=True, **options)
+    elif isinstance(config, PreTrainedConfig) and cls.__name__ not in (config.architectures or ()):
+        config = cls.config_class.from_pretrained(adapter, **place)
+    with open(found, encoding="utf-8") as file:
+        base = json.load(file)["base_model_name_or_path"]
+    # A collection of folders may be anywhere.
+    beside = os.path.join(os.path.dirname(os.path.abspath(adapter)), os.path.basename(base))
+    base = beside if os.path.isdir(adapter) and os.path.isdir(beside) and not os.path.isdir(base) else base
+    tensors = adapter_tensors(adapter, place)
+    start = f"{cls.base_model_prefix}."
+    if not hasattr(cls, "base_model_class") and any(name.startswith(start) for name in tensors):
+        raise ValueError(
+            f"{adapter} is an adapter of a model with a head, which {cls.__name__} has not: load it with the Auto "
+            f"class of its head, or its base, {base}."
+        )
+    return base, {**options, "config": config, "adapter_kwargs": {**auto, "_adapter_model_path": adapter}}, tensors
+
+
+def adapter_tensors(adapter: str | os.PathLike, place: dict[str, Any]) -> set[str]:
+    """The tensors of an adapter by the names that its model has for them; none without a safetensors file."""
+    file = cached_file(adapter, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False, **place)
+    if file is None:
+        return set()
+    with safe_open(file, "pt") as tensors:
+        return {name.removeprefix("base_model.model.") for name in tensors.keys()}  # noqa: SIM118
+
+
+def refuse_random_head(
+    model: PreTrainedModel, base: str | os.PathLike, tensors: set[str], options: dict[str, Any]
+) -> None:
+    """Refuse a head of which neither the base nor an adapter with these tensors has the weights.
+
+    Args:
+        model: with the adapter.
+        base: the source of its base.
+        tensors, options: from `base_of_adapter`.
+
+    Raises:
+        ValueError: Such a head.
+    """
+    name, start = type(model).__name__, f"{model.base_model_prefix}."
+    place = {key: options[key] for key in _PLACE if options.get(key)}
+    config = model.config_class.get_config_dict(base, **place)[0]
+    if model.base_model is model or name in (config.get("architectures") or ()):
+        return
+    wrapped = (key for key in model.state_dict() if not key.startswith(start) and "original_module" not in key)
+    own = {key.replace(".modules_to_save.default", "").replace(".base_layer", "") for key in wrapped}
+    random = own - tensors - model.all_tied_weights_keys.keys()
+    if heads := {key.partition(".")[0] for key in random if "lora" not in key}:
+        raise ValueError(
+            f"{options['adapter_kwargs']['_adapter_model_path']} is an adapter without all weights of "
+            f"{', '.join(sorted(heads))} of {name}, which would be random: load it with the Auto class of the head "
+            "that it was trained with."
+        )
+
+
 # ---- models/base.py ----
 #
 # Base classes shared by all models: loading and saving, input validation, and heads on a base model.
@@ -2406,62 +2497,29 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             ImportError: The source is an adapter, and peft is not installed.
             OSError: The source, or the base model of an adapter, cannot be found.
             ValueError: None of the base model's weights are in the checkpoint, none of the head's although it names
-                this class, or a keyword is no field of the config.
+                this class, an adapter is for another head, or a keyword is no field of the config.
         """
-        source, kwargs = cls.base_of_adapter(pretrained_model_name_or_path, kwargs)
+        source, kwargs, adapter = base_of_adapter(cls, pretrained_model_name_or_path, kwargs)
         verbosity = logging.get_verbosity()
         if source is not pretrained_model_name_or_path:
             logging.set_verbosity_error()  # transformers would call the head new, which the adapter holds
         try:
             model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
         except OSError as error:
-            adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
-            if adapter is None:
+            place = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
+            if place is None:
                 raise
             raise OSError(
-                f"{adapter} is an adapter for {source}, which cannot be loaded. Put that model's folder beside the "
+                f"{place} is an adapter for {source}, which cannot be loaded. Put that model's folder beside the "
                 "adapter's, or correct `base_model_name_or_path` in its adapter_config.json."
             ) from error
         finally:
             logging.set_verbosity(verbosity)
         if source is not None:
             model.refuse_random(source, set(info["missing_keys"]))
+        if adapter:
+            refuse_random_head(model, source, adapter, kwargs)
         return (model, info) if output_loading_info else model
-
-    @classmethod
-    def base_of_adapter(
-        cls, source: str | os.PathLike | None, options: dict[str, Any]
-    ) -> tuple[str | os.PathLike | None, dict[str, Any]]:
-        """The base of an adapter, and options of `from_pretrained` that put the adapter on it, with its own config.
-
-        Transformers would take the config from the base, whose head has other labels, or look for the base's weights
-        beside the adapter's config. What is no adapter, or has no config or all weights, stays as it is.
-
-        Raises:
-            ImportError: peft is not installed.
-        """
-        auto = options.get("adapter_kwargs") or {}  # of the Auto classes, which may have replaced the source
-        adapter = auto.get("_adapter_model_path", source)
-        place = {name: options[name] for name in ("cache_dir", "local_files_only", "token") if options.get(name)}
-        place["revision"] = auto.get("revision")
-        found = None if adapter is None else find_adapter_config_file(adapter, **place)
-        if found is None or os.path.isfile(os.path.join(adapter, SAFE_WEIGHTS_NAME)):
-            return source, options
-        if cached_file(adapter, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **place) is None:
-            return source, options
-        if not is_peft_available():
-            raise ImportError(f"{adapter} is an adapter, which needs the package peft: `pip install peft`.")
-        config = options.get("config")
-        if config is None:
-            config, options = cls.config_class.from_pretrained(adapter, return_unused_kwargs=True, **options)
-        elif isinstance(config, PreTrainedConfig) and cls.__name__ not in (config.architectures or ()):
-            config = cls.config_class.from_pretrained(adapter, **place)
-        with open(found, encoding="utf-8") as file:
-            base = json.load(file)["base_model_name_or_path"]
-        # A collection of folders may be anywhere.
-        beside = os.path.join(os.path.dirname(os.path.abspath(adapter)), os.path.basename(base))
-        base = beside if os.path.isdir(adapter) and os.path.isdir(beside) and not os.path.isdir(base) else base
-        return base, {**options, "config": config, "adapter_kwargs": {**auto, "_adapter_model_path": adapter}}
 
     def refuse_random(self, source: str | os.PathLike, missing: set[str]) -> None:
         """Refuse a model whose base, or whose head as the checkpoint names it, lacks all weights.

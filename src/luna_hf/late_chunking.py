@@ -21,7 +21,7 @@ def embed_spans(
     """Read a text in one pass, and average the states of each span.
 
     Args:
-        model: an encoder whose embeddings are means of its states.
+        model: an encoder of `AutoModel`, in evaluation mode, whose embeddings are means of its states.
         tokenizer: its tokenizer, with offsets (every `tokenizer.json` has them).
         text: the document.
         spans: of each passage, the place of its first character and that after its last. They may overlap.
@@ -43,12 +43,14 @@ def embed_spans(
     if len(ids) > longest:
         raise ValueError(f"The text has {len(ids):,} tokens, but the model takes {longest:,}: split it into parts.")
     # Special tokens stand nowhere: their offsets are equal.
-    starts, ends = torch.tensor(encoded["offset_mapping"]).T
-    first, last = torch.tensor([*spans], dtype=torch.long).reshape(-1, 2).T.unsqueeze(-1)
+    starts, ends = torch.tensor(encoded["offset_mapping"]).unbind(1)
+    first, last = torch.tensor([*spans], dtype=torch.long).reshape(-1, 2, 1).unbind(1)
     held = ((starts < last) & (ends > first) & (ends > starts)).float()
     for (start, end), number in zip(spans, held.sum(1).tolist(), strict=True):
-        if not 0 <= start < end <= len(text) or not number:
-            raise ValueError(f"The span {start, end} holds no token of the text, which has {len(text):,} characters.")
+        if not 0 <= start < end <= len(text):
+            raise ValueError(f"The span {start, end} is not inside the text, which has {len(text):,} characters.")
+        if not number:
+            raise ValueError(f"The span {start, end} holds no token of the text.")
     row = torch.tensor([ids], device=model.device)
     states = model(input_ids=row, attention_mask=torch.ones_like(row)).last_hidden_state[0].float()
     vectors = normalize(held.to(states.device) @ states, dim=-1)

@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import json
 import os
 import sys
 from dataclasses import fields
@@ -13,16 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import (
-    CONFIG_NAME,
-    SAFE_WEIGHTS_NAME,
-    TransformersKwargs,
-    cached_file,
-    find_adapter_config_file,
-    is_peft_available,
-    is_tracing,
-    logging,
-)
+from transformers.utils import TransformersKwargs, is_tracing, logging
 from transformers.utils.output_capturing import OutputRecorder
 
 from ..configuration import BoundedMemoryConfig, is_ours, saved_file
@@ -31,6 +21,7 @@ from ..layers.embeddings import TokenEmbeddings
 from ..layers.memory_attention import MemoryAttention
 from ..layers.recorded import Recorded
 from ..ops.context import drop_if_full
+from .adapters import base_of_adapter, refuse_random_head
 
 # Inputs of some model here, in the order in which a misspelt one is compared with them.
 _INPUT_NAMES = (
@@ -142,62 +133,29 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             ImportError: The source is an adapter, and peft is not installed.
             OSError: The source, or the base model of an adapter, cannot be found.
             ValueError: None of the base model's weights are in the checkpoint, none of the head's although it names
-                this class, or a keyword is no field of the config.
+                this class, an adapter is for another head, or a keyword is no field of the config.
         """
-        source, kwargs = cls.base_of_adapter(pretrained_model_name_or_path, kwargs)
+        source, kwargs, adapter = base_of_adapter(cls, pretrained_model_name_or_path, kwargs)
         verbosity = logging.get_verbosity()
         if source is not pretrained_model_name_or_path:
             logging.set_verbosity_error()  # transformers would call the head new, which the adapter holds
         try:
             model, info = super().from_pretrained(source, *model_args, output_loading_info=True, **kwargs)
         except OSError as error:
-            adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
-            if adapter is None:
+            place = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
+            if place is None:
                 raise
             raise OSError(
-                f"{adapter} is an adapter for {source}, which cannot be loaded. Put that model's folder beside the "
+                f"{place} is an adapter for {source}, which cannot be loaded. Put that model's folder beside the "
                 "adapter's, or correct `base_model_name_or_path` in its adapter_config.json."
             ) from error
         finally:
             logging.set_verbosity(verbosity)
         if source is not None:
             model.refuse_random(source, set(info["missing_keys"]))
+        if adapter:
+            refuse_random_head(model, source, adapter, kwargs)
         return (model, info) if output_loading_info else model
-
-    @classmethod
-    def base_of_adapter(
-        cls, source: str | os.PathLike | None, options: dict[str, Any]
-    ) -> tuple[str | os.PathLike | None, dict[str, Any]]:
-        """The base of an adapter, and options of `from_pretrained` that put the adapter on it, with its own config.
-
-        Transformers would take the config from the base, whose head has other labels, or look for the base's weights
-        beside the adapter's config. What is no adapter, or has no config or all weights, stays as it is.
-
-        Raises:
-            ImportError: peft is not installed.
-        """
-        auto = options.get("adapter_kwargs") or {}  # of the Auto classes, which may have replaced the source
-        adapter = auto.get("_adapter_model_path", source)
-        place = {name: options[name] for name in ("cache_dir", "local_files_only", "token") if options.get(name)}
-        place["revision"] = auto.get("revision")
-        found = None if adapter is None else find_adapter_config_file(adapter, **place)
-        if found is None or os.path.isfile(os.path.join(adapter, SAFE_WEIGHTS_NAME)):
-            return source, options
-        if cached_file(adapter, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **place) is None:
-            return source, options
-        if not is_peft_available():
-            raise ImportError(f"{adapter} is an adapter, which needs the package peft: `pip install peft`.")
-        config = options.get("config")
-        if config is None:
-            config, options = cls.config_class.from_pretrained(adapter, return_unused_kwargs=True, **options)
-        elif isinstance(config, PreTrainedConfig) and cls.__name__ not in (config.architectures or ()):
-            config = cls.config_class.from_pretrained(adapter, **place)
-        with open(found, encoding="utf-8") as file:
-            base = json.load(file)["base_model_name_or_path"]
-        # A collection of folders may be anywhere.
-        beside = os.path.join(os.path.dirname(os.path.abspath(adapter)), os.path.basename(base))
-        base = beside if os.path.isdir(adapter) and os.path.isdir(beside) and not os.path.isdir(base) else base
-        return base, {**options, "config": config, "adapter_kwargs": {**auto, "_adapter_model_path": adapter}}
 
     def refuse_random(self, source: str | os.PathLike, missing: set[str]) -> None:
         """Refuse a model whose base, or whose head as the checkpoint names it, lacks all weights.
