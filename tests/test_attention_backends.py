@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import DataCollatorWithFlattening
 from variants import ROWS
 
-from luna_hf.ops import dispatch
+from luna_hf.ops import attention, dispatch
 from luna_hf.ops.attention import linear, make_key_mask, masked_softmax
 from luna_hf.ops.context import whole_length
 from luna_hf.ops.memory_read import attend_heads
@@ -259,7 +259,8 @@ def test_masked_softmax(dtype):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_half_precision_on_cpu(monkeypatch, model_type, slow):
     """Native and emulated bfloat16 both equal float32 within rounding, on any CPU."""
-    monkeypatch.setattr(dispatch, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
+    for module in (dispatch, attention):
+        monkeypatch.setattr(module, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
     torch.manual_seed(0)
     layer, states = nn.Linear(32, 16), torch.randn(5, 32)
     expected = layer(states)
@@ -299,7 +300,8 @@ class LinearDtypes(TorchFunctionMode):
 def test_every_linear_layer_avoids_emulation(monkeypatch, model_type, kind):
     model = (tiny_causal_model(model_type) if kind == "causal" else tiny_model(model_type, kind)).bfloat16()
     for slow, computes_in in ((True, torch.float32), (False, torch.bfloat16)):
-        monkeypatch.setattr(dispatch, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
+        for module in (dispatch, attention):
+            monkeypatch.setattr(module, "SLOW_CPU_DTYPES", frozenset([torch.bfloat16] if slow else []))
         with torch.no_grad(), LinearDtypes() as dtypes:
             assert model(**padded_batch([20, 3]))[0].dtype == torch.bfloat16
         assert dtypes.seen == {computes_in}

@@ -299,8 +299,10 @@ class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
             return super().forward(hidden_states, slot_states, context)
         query, key, value = self.project(hidden_states, context)
         cache, is_eager = context.layer_cache(self.layer_idx), self.config._attn_implementation == "eager"
-        if cache is None and key.shape[2] <= self.config.memory_size and not is_eager and not is_tracing(key):
-            row = SlotMemory.of_decoder(key, value, context.keep)  # every window holds all tokens before
+        # Every window holds all tokens before. Padding gets the output of a real token, but for readers.
+        is_whole = cache is None and key.shape[2] <= self.config.memory_size and not is_eager and not is_tracing(key)
+        if is_whole and (context.keep is None or context.readers is not None):
+            row = SlotMemory.of_decoder(key, value, context.keep)
             return read_memories(self, query, [row], context.options)[0], slot_states, None
         window = WindowMemory.of_decoder(key, value, self.config.memory_size, context, cache)
         if is_eager:  # which also returns weights
