@@ -25,8 +25,8 @@ def embed_spans(
         tokenizer: its tokenizer, with offsets (every `tokenizer.json` has them).
         text: the document.
         spans: of each passage, the place of its first character and that after its last. They may overlap.
-        alone: also embed each span by itself, and return the normalised sums of both vectors. Reading takes about twice
-            as long, and searches find more: what a passage says is clearer alone, and what it is about in context.
+        alone: also embed each span by itself, and return the normalised sums of both vectors. Searches find more: what
+            a passage says is clearer alone, and what it is about in context. Every token is read twice.
 
     Returns:
         (spans, d) normalised vectors in float32, in the order of the spans. They can be compared with the embedding of
