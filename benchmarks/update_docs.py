@@ -104,18 +104,16 @@ def spread(result: Result) -> str:
 
 
 def source(name: str) -> str:
-    """Command, machine, data and spread."""
+    """Machine, versions, date and spread, with a link to the result, which has the commands."""
     result, path = load(name), find(name).relative_to(ROOT).as_posix()
-    lines = [f"- Command: `{command}`" for command in dict.fromkeys([*result.get("commands", []), result["command"]])]
-    lines.append(f"- Machine: {machine(result)}; [data](../{path})")
-    lines += [f"- Spread: {spread(result)}"] if "lengths" in result else []
-    return "\n".join(lines)
+    noise = f"; {spread(result)}" if "lengths" in result else ""
+    return f"Measured on {machine(result)}{noise}. [Commands and data](../{path})"
 
 
 def with_source(text: str, *names: str) -> str:
-    """A text with the commands, machines and data of the results that it shows."""
+    """A text with the source of the results that it shows."""
     sources = "\n\n".join(map(source, names))
-    return f"{text}\n\n<details><summary>How this was measured</summary>\n\n{sources}\n\n</details>"
+    return f"{text}\n\n{sources}"
 
 
 # ---- tables ----
