@@ -56,6 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--data", type=Path, help="folder with the tasks")
     add("--tasks", nargs="+", help="tasks or benchmarks (default: those of the step)")
     add("--contenders", nargs="+", help="names of contenders (default: all)")
+    add("--bf16", action="store_true", help="multiply matrices in bfloat16, faster where the CPU has them")
     add("--results", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     if options.what == "late" and options.data is None:
@@ -76,7 +77,7 @@ class Models:
             UserError: A folder holds no conversion or no recipe, or two have the same name.
         """
         tokenizer = load_tokenizer(options.teacher, required=True)
-        self.teacher = Reader(partial(AutoModel.from_pretrained, options.teacher), tokenizer)
+        self.teacher = Reader(partial(AutoModel.from_pretrained, options.teacher), tokenizer, options.bf16)
         self.readers: dict[str, dict[str, Reader]] = {}
         for folder in options.models:
             if folder.name in self.readers:
@@ -89,7 +90,7 @@ class Models:
             switches = {"slots": config.mixed_window() > 0, "selected tokens": config.num_selected_tokens > 0}
             for part in (name for name, has in switches.items() if has):
                 parts[part] = partial(switched_off, folder, part)
-            self.readers[folder.name] = {part: Reader(load, tokenizer) for part, load in parts.items()}
+            self.readers[folder.name] = {part: Reader(load, tokenizer, options.bf16) for part, load in parts.items()}
 
     def forget(self) -> None:
         """Forget all vectors."""
@@ -193,7 +194,10 @@ def evaluate(options: argparse.Namespace) -> None:
             if contender not in scores and contender in (options.contenders or [contender]):
                 start = time.perf_counter()
                 figures = score(WordModel() if own is None else VectorModel(contender, own), task)
-                scores[contender] = {**figures, "seconds": round(time.perf_counter() - start, 1)}
+                seconds = round(time.perf_counter() - start, 1)
+                scores[contender] = {**figures, "seconds": seconds} | (
+                    {"precision": "bfloat16"} if options.bf16 else {}
+                )
                 write_json(path, result)
                 progress(f"{name}, {contender}: {scores[contender]}")
         models.forget()

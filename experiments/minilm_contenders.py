@@ -24,11 +24,13 @@ _SHORT, _QUERY = 256, 512
 class Reader:
     """A model that embeds texts in one pass each, loaded when it is first needed.
 
-    It remembers vectors, which several ways share, until `forget`.
+    It remembers vectors, which several ways share, until `forget`. With `bf16`, it multiplies matrices in bfloat16.
     """
 
-    def __init__(self, load: Callable[[], PreTrainedModel], tokenizer: PreTrainedTokenizerBase) -> None:
-        self.load, self.tokenizer = load, tokenizer
+    def __init__(
+        self, load: Callable[[], PreTrainedModel], tokenizer: PreTrainedTokenizerBase, bf16: bool = False
+    ) -> None:
+        self.load, self.tokenizer, self.bf16 = load, tokenizer, bf16
         self.known: dict[tuple[int, ...], Tensor] = {}
 
     @cached_property
@@ -51,7 +53,8 @@ class Reader:
         keys = [tuple(text) for text in texts]
         new = [key for key in dict.fromkeys(keys) if key not in self.known]
         if new:
-            self.known.update(zip(new, self.encoder.whole([list(key) for key in new]), strict=True))
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+                self.known.update(zip(new, self.encoder.whole([list(key) for key in new]), strict=True))
         return torch.stack([self.known[key] for key in keys])
 
     def forget(self) -> None:
