@@ -5,7 +5,7 @@
     python benchmarks/encoder.py --mode class_step --checkpointing --lengths 512 2048 4096 --check-floors
     python benchmarks/encoder.py --models windowed --layers 6 --width 384 --tokens-per-batch 1 --lengths 16 512 4096
 
-See docs/speed.md for the protocol and the commands of the published results.
+See docs/results/speed.md for the protocol and the commands of the published results.
 """
 
 import argparse

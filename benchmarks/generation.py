@@ -6,7 +6,7 @@
 
 `decoding` times one step as in `generate`, after contexts of several lengths; `training` a step on texts of these
 lengths; `translation` reading a source up to the first token, and then one token. The models of a kind have the same
-size and random weights. See docs/speed.md for the protocol.
+size and random weights. See docs/results/speed.md for the protocol.
 """
 
 import argparse

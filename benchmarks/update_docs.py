@@ -45,6 +45,24 @@ LABELS = {
     "cosformer": "cosFormer",
     "linear-attention": "linear attention",
     "lavo-64": "LAVO, 64 bases, window of 64",
+    "scan": "the scan alone",
+    "luna": "Luna",
+    "abc": "ABC",
+    "lavo": "LAVO",
+    "linear": "linear attention",
+    "sdpa": "fused softmax attention",
+    "eager": "unfused softmax attention",
+    "luna-64": "Luna, 64 slots",
+    "luna-mixed-64": "Luna, 64 slots, window of 32",
+    "abc-mixed-64": "ABC, 64 slots, window of 32",
+    "abc-window-64": "ABC, window of 64",
+    "gpt2": "GPT-2",
+    "gpt2-static": "GPT-2 with `StaticCache`",
+    "sst2": "SST-2",
+    "mrpc": "MRPC",
+    "imdb": "IMDB",
+    "together": "all three",
+    "full": "equal lengths",
 }
 Result = dict[str, Any]
 Column = tuple[str, str]  # a model, and what of it: a key of `FIGURES`, or "speed PEER", "memory PEER"
@@ -120,6 +138,8 @@ def with_source(text: str, *names: str) -> str:
 
 FIGURES: dict[str, Callable[[Result], str]] = {
     "MiB": lambda model: f"{model['peak_memory_bytes'] / 2**20:,.0f}",
+    "ms": lambda model: f"{1e3 * model['seconds']['median']:,.1f}",
+    "state, MiB": lambda model: f"{model['state_bytes'] / 2**20:,.1f}" if "state_bytes" in model else "-",
     "MiB in all": lambda model: f"{(model['held_bytes'] + model['peak_memory_bytes']) / 2**20:,.0f}",
     "padded / full": lambda model: (
         f"{model['padded_over_unpadded']['median']:.2f} ({span(model['padded_over_unpadded']['quartiles'], 2)})"
@@ -163,6 +183,25 @@ def by_model(results: dict[str, str], columns: Sequence[str], models: Sequence[s
             held = {one: {**load(name)["models"][one], **row["models"][one]} for one in row["models"]}
             rows += [[*where, LABELS.get(one, one), *(figure(held, one, each) for each in columns)] for one in own]
     return with_source(markdown_table(["", "tokens", "model", *map(title, columns)], rows), *results)
+
+
+def across(name: str, figures: dict[str, str]) -> str:
+    """A table for every figure, under its title: a row for every call and model, a column for every length or mix."""
+    entries = load(name)["lengths"]
+    calls = list(dict.fromkeys(entry["call"] for entry in entries))
+    tables = []
+    for heading, what in figures.items():
+        rows, places = [], [str(entry.get("mix") or f"{entry['length']:,}") for entry in entries]
+        for call in calls:
+            found = [entry["models"] for entry in entries if entry["call"] == call]
+            for one in found[0]:
+                cells = [figure(models, one, what) for models in found]
+                if set(cells) != {"-"}:
+                    rows.append([*([call] if len(calls) > 1 else []), LABELS.get(one, one), *cells])
+        columns = [LABELS.get(place, place) for place in dict.fromkeys(places)]
+        head = ["call"] if len(calls) > 1 else []
+        tables.append(f"{heading}:\n\n{markdown_table([*head, 'model', *columns], rows)}")
+    return with_source("\n\n".join(tables), name)
 
 
 def growth(name: str, models: Sequence[str]) -> str:
@@ -217,6 +256,12 @@ def report(name: str) -> str:
 
 
 ENCODER = "encoder-forward-"
+DECODING = {
+    "Time of a step in ms": "ms",
+    "Speed over GPT-2 with `DynamicCache`": "speed gpt2",
+    "Speed over GPT-2 with `StaticCache`": "speed gpt2-static",
+    "State in MiB": "state, MiB",
+}
 LUNAS, PEERS = ("luna-untied", "luna-tied"), ("roberta", "modernbert")
 BLOCKS: dict[str, Callable[[], str]] = {
     "speed": front,
@@ -249,8 +294,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "class-step": partial(
         by_model,
         {
-            "encoder-class_step-base-chosen-cpu-float32": "",
-            "encoder-class_step-base-checkpointing-chosen-cpu-float32": "with checkpointing",
+            "encoder-class_step-base-chosen-cpu-float32": "default",
+            "encoder-class_step-base-checkpointing-chosen-cpu-float32": "checkpointing",
         },
         ("MiB", "speed roberta", "memory roberta"),
         ("roberta", *LUNAS, "abc-mlp-64"),
@@ -262,7 +307,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     ),
     "padding": partial(
         by_model,
-        {ENCODER + "2-layer-padding-cpu-float32": "", ENCODER + "2-layer-padding-abc-cpu-float32": ""},
+        {
+            ENCODER + "2-layer-padding-cpu-float32": "AVX2",
+            ENCODER + "2-layer-padding-abc-cpu-float32": "AVX512",
+        },
         ["padded / full"],
     ),
     "abc-paper": partial(
@@ -274,17 +322,29 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "deployment": lambda: deployment("deployment-cpu-float32"),
     "windowed": partial(by_name, ENCODER + "6-layer-windowed-cpu-float32", "bert"),
     "windowed-bfloat16": partial(by_name, ENCODER + "6-layer-windowed-cpu-bfloat16", "bert"),
+    "attention": partial(
+        across,
+        "attention-12-heads-of-64-cpu-float32",
+        {"Speed over fused attention": "speed sdpa", "Speed over unfused attention": "speed eager"},
+    ),
+    "causal": partial(
+        across,
+        "attention-causal-cpu-float32",
+        {"Speed over fused softmax attention": "speed sdpa", "Time in ms": "ms", "Peak memory in MiB": "MiB"},
+    ),
+    "generation": partial(across, "generation-decoding-4-layer-cpu-float32", DECODING),
+    "generation-rows": partial(across, "generation-decoding-4-layer-4-rows-cpu-float32", DECODING),
+    "serving": partial(across, "uneven-pipeline-encode-cpu-float32", {"Speed over RoBERTa": "speed roberta"}),
+    "uneven": partial(
+        across,
+        "uneven-forward-finetune-cpu-float32",
+        {"Speed over RoBERTa": "speed roberta", "Speed over the same model with padding computed": "speed padded"},
+    ),
     **{
         name: partial(timed, result)
         for name, result in {
-            "attention": "attention-12-heads-of-64-cpu-float32",
-            "causal": "attention-causal-cpu-float32",
             "causal-training": "generation-training-4-layer-cpu-float32",
-            "generation": "generation-decoding-4-layer-cpu-float32",
-            "generation-rows": "generation-decoding-4-layer-4-rows-cpu-float32",
             "seq2seq-generation": "generation-translation-4-layer-cpu-float32",
-            "serving": "uneven-pipeline-encode-cpu-float32",
-            "uneven": "uneven-forward-finetune-cpu-float32",
         }.items()
     },
     **{
