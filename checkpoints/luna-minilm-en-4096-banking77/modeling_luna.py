@@ -2927,17 +2927,19 @@ class EncoderModelMixin(BaseModelMixin):
             inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`; before scaling, positions and LayerNorm.
             global_attention_mask: (b, n), 1 for tokens to mark, as in Longformer: every token reads them, and they read
                 every token (`config.global_tokens_read_all`).
-            output_hidden_states, output_attentions, return_dict: keyword only. Attentions (eager only) are the read
-                weights: (b, h, n, keys) over slots, marked tokens, selected tokens and window positions, in this order,
-                as far as the layer has them; or (b, h, n, n) where every token is read. A token that is read as marked
-                or selected has no weight in the window, and rows of marked tokens that read all others are zero. A
-                family may record more.
-            local_window, read_slots: keyword only, for models with `config.local_window`. A smaller window for this
+
+        Keyword Args:
+            output_hidden_states, output_attentions, return_dict: as in Transformers. Attentions (eager only) are the
+                read weights: (b, h, n, keys) over slots, marked tokens, selected tokens and window positions, in this
+                order, as far as the layer has them; or (b, h, n, n) where every token is read. A token that is read as
+                marked or selected has no weight in the window, and rows of marked tokens that read all others are zero.
+                A family may record more.
+            local_window, read_slots: for models with `config.local_window`. A smaller window for this
                 pass, 0 for none; and `False` to read no slots.
-            cu_seq_lens_q, cu_seq_lens_k, seq_idx: keyword only; where the texts of a row begin, if it holds several.
+            cu_seq_lens_q, cu_seq_lens_k, seq_idx: where the texts of a row begin, if it holds several.
                 Each has its own memory. The output has the shape of the input, but packed states are (texts, l, d).
-            unpad_inputs: keyword only; overrides `config.unpad_inputs`.
-            num_global_tokens: keyword only; the largest number of marked tokens in a row, if known: compiled and
+            unpad_inputs: overrides `config.unpad_inputs`.
+            num_global_tokens: the largest number of marked tokens in a row, if known: compiled and
                 exported models otherwise have `config.max_global_tokens` places for them.
 
         Raises:
@@ -3315,9 +3317,9 @@ class EncoderHeadMixin(HeadMixin):
         global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput | SequenceClassifierOutput | MultipleChoiceModelOutput | TokenClassifierOutput:
-        """
+        """Like `EncoderModelMixin.forward`, with a head.
+
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
             labels: what to predict, see the class; a label of -100 is ignored.
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
             global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
@@ -3528,11 +3530,11 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
         global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
-        """
+        """Like `EncoderModelMixin.forward`, with a head.
+
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
-            start_positions, end_positions: (b,) first and last token of the answer; positions beyond the input are
-                ignored by the loss.
+            start_positions: (b,) first token of the answer; positions beyond the input are ignored by the loss.
+            end_positions: (b,) last token of the answer.
             num_items_in_batch: number of rows in the whole update; the summed loss is divided by it.
             global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 
@@ -3736,8 +3738,11 @@ class LunaModelOutput(ModelOutput):
         packed_attention_mask: (b, l) long, 1 for slots in use: with dynamic projection, a row of t tokens uses only its
             first t / `tokens_per_slot` slots, rounded up, and the others are never read. `None` without dynamic
             projection.
-        hidden_states, attentions: token states and unpack weights (b, h, n, l) of each layer.
-        packed_hidden_states, pack_attentions, packed_states: see `PackedOutput`.
+        hidden_states: token states (b, n, d) after the embedding and after each layer.
+        attentions: unpack weights (b, h, n, l) of each layer.
+        packed_hidden_states: see `PackedOutput`.
+        pack_attentions: see `PackedOutput`.
+        packed_states: see `PackedOutput`.
     """
 
     last_hidden_state: Tensor | None = None

@@ -546,7 +546,7 @@ class LunaConfig(BoundedMemoryConfig):
     Configuration of the Luna models. The defaults are the paper's base model (12 layers, width 768, 128 slots, tied
     keys and values).
 
-    In addition to the fields of all families (see `BoundedMemoryConfig`):
+    It has the fields of all families (see `BoundedMemoryConfig`), and its own.
 
     Args:
         projection_length: number of slots `l` of the packed sequence P.

@@ -142,6 +142,9 @@ def register() -> None:
         family.register()
 
 
-__all__ = ["FAMILIES"]
-for family in FAMILIES.values():
-    __all__ += [family.config.__name__, *family.modeling.__all__]
+# Without a loop, so that editors and the documentation, which do not run it, know the names.
+__all__ = ["FAMILIES", "AbcConfig", "LavoConfig", "LeapformerConfig", "LunaConfig"]
+__all__ += abc.__all__
+__all__ += lavo.__all__
+__all__ += leapformer.__all__
+__all__ += luna.__all__

@@ -59,13 +59,13 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
-        """
+        """Like `Seq2SeqModelMixin.forward`, with a loss.
+
         Args:
             labels: (b, n) the target's ids, without the start token; -100 is ignored. Without `decoder_input_ids` and
                 `decoder_inputs_embeds`, the decoder's inputs are the labels shifted to the right.
             logits_to_keep: number of final positions to compute logits for, 0 for all; or a tensor of positions.
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
-            The others: see `Seq2SeqModelMixin.forward`.
 
         Returns:
             `loss` if labels are given; `logits` (b, n, decoder_vocab_size); `cache`, the state after the last

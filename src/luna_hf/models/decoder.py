@@ -86,7 +86,9 @@ class DecoderModelMixin(BaseModelMixin):
             cache: the state after earlier tokens, or a new `MemoryCache`; updated in place.
             use_cache: whether to return a state, created if none is given (but not in training); defaults to
                 `config.use_cache`.
-            local_window, read_slots: keyword only, see `EncoderModelMixin.forward`.
+
+        Keyword Args:
+            local_window, read_slots: see `EncoderModelMixin.forward`.
 
         Raises:
             ValueError: A shape is wrong, the input is empty, the cache belongs to another model or batch, the mask
@@ -214,14 +216,15 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """
+        """Like `DecoderModelMixin.forward`, with a head.
+
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, cache, inputs_embeds, use_cache: see
-                `DecoderModelMixin.forward`.
             labels: (b, n) the token ids themselves, shifted internally; -100 is ignored.
             logits_to_keep: number of final positions to compute logits for, 0 for all; or a tensor of positions.
-            shift_labels: keyword only, (b, n) labels that are already shifted, instead of `labels`.
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
+
+        Keyword Args:
+            shift_labels: (b, n) labels that are already shifted, instead of `labels`.
 
         Returns:
             `loss` if labels are given; `logits` (b, n, vocab_size); `cache`, the state after the last token.

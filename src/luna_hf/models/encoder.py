@@ -129,17 +129,19 @@ class EncoderModelMixin(BaseModelMixin):
             inputs_embeds: (b, n, d) token embeddings, instead of `input_ids`; before scaling, positions and LayerNorm.
             global_attention_mask: (b, n), 1 for tokens to mark, as in Longformer: every token reads them, and they read
                 every token (`config.global_tokens_read_all`).
-            output_hidden_states, output_attentions, return_dict: keyword only. Attentions (eager only) are the read
-                weights: (b, h, n, keys) over slots, marked tokens, selected tokens and window positions, in this order,
-                as far as the layer has them; or (b, h, n, n) where every token is read. A token that is read as marked
-                or selected has no weight in the window, and rows of marked tokens that read all others are zero. A
-                family may record more.
-            local_window, read_slots: keyword only, for models with `config.local_window`. A smaller window for this
+
+        Keyword Args:
+            output_hidden_states, output_attentions, return_dict: as in Transformers. Attentions (eager only) are the
+                read weights: (b, h, n, keys) over slots, marked tokens, selected tokens and window positions, in this
+                order, as far as the layer has them; or (b, h, n, n) where every token is read. A token that is read as
+                marked or selected has no weight in the window, and rows of marked tokens that read all others are zero.
+                A family may record more.
+            local_window, read_slots: for models with `config.local_window`. A smaller window for this
                 pass, 0 for none; and `False` to read no slots.
-            cu_seq_lens_q, cu_seq_lens_k, seq_idx: keyword only; where the texts of a row begin, if it holds several.
+            cu_seq_lens_q, cu_seq_lens_k, seq_idx: where the texts of a row begin, if it holds several.
                 Each has its own memory. The output has the shape of the input, but packed states are (texts, l, d).
-            unpad_inputs: keyword only; overrides `config.unpad_inputs`.
-            num_global_tokens: keyword only; the largest number of marked tokens in a row, if known: compiled and
+            unpad_inputs: overrides `config.unpad_inputs`.
+            num_global_tokens: the largest number of marked tokens in a row, if known: compiled and
                 exported models otherwise have `config.max_global_tokens` places for them.
 
         Raises:

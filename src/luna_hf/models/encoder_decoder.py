@@ -289,12 +289,13 @@ class Seq2SeqModelMixin:
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """
+        """Read a source (b, s), and predict a target (b, n).
+
+        The inputs of the source are those of `EncoderModelMixin.forward`; they are not read if the state contains the
+        memory of the source. Those of the target are those of `DecoderModelMixin.forward`, with `decoder_` before their
+        names except for `cache` and `use_cache`.
+
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: (b, s) the source, see
-                `EncoderModelMixin.forward`; not read if the state contains the memory of the source.
-            decoder_input_ids, decoder_attention_mask, decoder_position_ids, decoder_inputs_embeds, cache,
-                use_cache: (b, n) the target, see `CrossDecoderMixin.forward`.
             encoder_outputs: output of the encoder (`model.get_encoder()`), instead of a source.
             visible_source: (b, n) long, with `source_is_causal` only: how many source tokens each target token may
                 read, those in the state included; all by default. A source that is given with a state continues that

@@ -202,9 +202,9 @@ class EncoderHeadMixin(HeadMixin):
         global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput | SequenceClassifierOutput | MultipleChoiceModelOutput | TokenClassifierOutput:
-        """
+        """Like `EncoderModelMixin.forward`, with a head.
+
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
             labels: what to predict, see the class; a label of -100 is ignored.
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
             global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
@@ -415,11 +415,11 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
         global_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> QuestionAnsweringModelOutput:
-        """
+        """Like `EncoderModelMixin.forward`, with a head.
+
         Args:
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds: see `EncoderModelMixin.forward`.
-            start_positions, end_positions: (b,) first and last token of the answer; positions beyond the input are
-                ignored by the loss.
+            start_positions: (b,) first token of the answer; positions beyond the input are ignored by the loss.
+            end_positions: (b,) last token of the answer.
             num_items_in_batch: number of rows in the whole update; the summed loss is divided by it.
             global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 

@@ -31,7 +31,7 @@ class AbcConfig(BoundedMemoryConfig):
     Configuration of the ABC models. The defaults are the paper's base model with 64 slots (12 layers, width 768, a
     learned control shared by all layers).
 
-    In addition to the fields of all families (see `BoundedMemoryConfig`):
+    It has the fields of all families (see `BoundedMemoryConfig`), and its own.
 
     Args:
         memory_control: control strategy that writes the memory. With learned parameters: `"mlp"` (the paper's ABC-MLP;

@@ -89,8 +89,11 @@ class LunaModelOutput(ModelOutput):
         packed_attention_mask: (b, l) long, 1 for slots in use: with dynamic projection, a row of t tokens uses only its
             first t / `tokens_per_slot` slots, rounded up, and the others are never read. `None` without dynamic
             projection.
-        hidden_states, attentions: token states and unpack weights (b, h, n, l) of each layer.
-        packed_hidden_states, pack_attentions, packed_states: see `PackedOutput`.
+        hidden_states: token states (b, n, d) after the embedding and after each layer.
+        attentions: unpack weights (b, h, n, l) of each layer.
+        packed_hidden_states: see `PackedOutput`.
+        pack_attentions: see `PackedOutput`.
+        packed_states: see `PackedOutput`.
     """
 
     last_hidden_state: Tensor | None = None
