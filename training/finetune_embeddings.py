@@ -93,15 +93,17 @@ class TrainingArguments(CheckedTraining, SentenceTransformerTrainingArguments):
     """Those of sentence-transformers, with defaults that suit STS-B."""
 
     output_dir: str = option(MISSING, "Folder to write to (required).")
-    num_train_epochs: float = 4
-    per_device_train_batch_size: int = 32
-    per_device_eval_batch_size: int = 16
-    learning_rate: float = 1e-4
-    warmup_steps: float = 0.1
-    logging_steps: float = 50
-    save_strategy: Literal["epoch", "steps", "no"] = "epoch"
-    save_total_limit: int | None = 2
-    report_to: str = "none"
+    num_train_epochs: float = option(4, "Epochs.")
+    per_device_train_batch_size: int = option(32, "Pairs per forward pass and process.")
+    per_device_eval_batch_size: int = option(16, "Pairs per evaluation step.")
+    learning_rate: float = option(1e-4, "Peak learning rate.")
+    warmup_steps: float = option(0.1, "Warm-up: a share of the steps below 1, or a count.")
+    logging_steps: float = option(50, "Updates between two lines of the log.")
+    save_strategy: Literal["epoch", "steps", "no"] = option(
+        "epoch", "When to save a checkpoint: after every epoch, every --save_steps updates (steps), or never (no)."
+    )
+    save_total_limit: int | None = option(2, "Checkpoints to keep while a run is unfinished.")
+    report_to: str = option("none", "Tracker that gets the log, such as tensorboard.")
 
 
 class EmbeddingTrainer(FiniteTraining, SentenceTransformerTrainer):

@@ -102,7 +102,7 @@ def parse(
     """
     kinds = {key: kind for one in classes for key, kind in _kinds(one).items()}
     if {"-h", "--help"} & set(words):
-        print(_help(classes, description, command, recipe, positional, refused or {}))
+        print(help_text(classes, description, command, recipe, positional, refused or {}))
         raise SystemExit(0)
     first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
     bare, words = list(words[:first]), list(words[first:])
@@ -116,7 +116,7 @@ def parse(
         if twice := [key for key, _ in read if [other for other, _ in read].count(key) > 1]:
             raise UserError(f"{source} sets `{twice[0]}` twice, once with hyphens.")
     elif recipe == "required":
-        raise UserError(f"The first argument is a recipe, for example {', '.join(_recipes(command))}.")
+        raise UserError(f"The first argument is a recipe, for example {', '.join(recipes_of(command))}.")
     elif positional and bare:
         values, bare = {positional: _from_texts(positional, bare, kinds[positional])}, []
     if bare:
@@ -147,7 +147,7 @@ def read_yaml(path: Path) -> Values:
         UserError: No such file, not YAML, or not a mapping.
     """
     if not path.is_file():
-        raise UserError(f"There is no recipe {path}. Recipes: {', '.join(_recipes(path.parent.name))}.")
+        raise UserError(f"There is no recipe {path}. Recipes: {', '.join(recipes_of(path.parent.name))}.")
     values = parse_yaml(path.read_bytes(), str(path))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{path} must consist of `key: value` lines.")
@@ -341,7 +341,7 @@ def _is_required(field: dataclasses.Field) -> bool:
 # ---- help ----
 
 
-def _help(
+def help_text(
     classes: Sequence[type], description: str, command: str, recipe: str, positional: str, refused: Mapping[str, str]
 ) -> str:
     """The description, the first recipe with its comments or one entry an option, and the names of inherited options.
@@ -350,7 +350,7 @@ def _help(
     """
     word = {"required": " RECIPE.yaml", "optional": " [RECIPE.yaml]", "none": f" {positional.upper()} ..."}[recipe]
     lines = [f"usage: python training/{command}.py{word} [--key value ...]", "", description.strip(), ""]
-    recipes = _recipes(command) if recipe != "none" else []
+    recipes = recipes_of(command) if recipe != "none" else []
     if recipes:
         lines += ["Recipes:", *(f"  {path}" for path in recipes), ""]
     shown, inherited = "", []
@@ -358,16 +358,13 @@ def _help(
         text = (TRAINING.parent / recipes[0]).read_text(encoding="utf-8").partition("\n\n")[2]
         shown = re.sub(r"^(\w+): *", r"--\1 ", text, flags=re.MULTILINE)
     lines += ["Options:", *shown.splitlines()]
-    for field in (field for one in classes for field in dataclasses.fields(one)):
-        if not field.init or field.name in refused or f"--{field.name} " in shown:
+    for field, owner in declared(classes, refused):
+        if f"--{field.name} " in shown:
             continue
-        owner = next(c for one in classes for c in one.__mro__ if field.name in inspect.get_annotations(c))
         if owner.__module__.startswith("transformers."):
             inherited.append(f"--{field.name}")
             continue
-        annotated = getattr(get_type_hints(owner, include_extras=True)[field.name], "__metadata__", ("",))
-        text = annotated[0] or field.metadata.get("help", "")
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        text, default = explained(field, owner)
         if default not in (dataclasses.MISSING, None, False, "", []):
             text += f" [default: {default}]"
         entry = textwrap.fill(text, _WIDTH, initial_indent=" " * 30, subsequent_indent=" " * 30)
@@ -379,7 +376,21 @@ def _help(
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _recipes(command: str) -> list[str]:
+def declared(classes: Sequence[type], refused: Iterable[str]) -> list[tuple[dataclasses.Field, type]]:
+    """The fields that are options, each with the class that declares it last."""
+    fields = [field for one in classes for field in dataclasses.fields(one) if field.init and field.name not in refused]
+    parents = [parent for one in classes for parent in one.__mro__]
+    return [(field, next(c for c in parents if field.name in inspect.get_annotations(c))) for field in fields]
+
+
+def explained(field: dataclasses.Field, owner: type) -> tuple[str, Any]:
+    """What an option means, or "" where recipes say so, and its default, `MISSING` if there is none."""
+    annotated = getattr(get_type_hints(owner, include_extras=True)[field.name], "__metadata__", ("",))
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return annotated[0] or field.metadata.get("help", ""), default
+
+
+def recipes_of(command: str) -> list[str]:
     """The recipes of a command, the demo first; those of all commands if it has none."""
     found = sorted(TRAINING.glob("recipes/*/*.yaml"), key=lambda path: (path.stem != "demo", path))
     own = [path for path in found if path.parent.name == command]
