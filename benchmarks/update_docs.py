@@ -1,7 +1,7 @@
-"""Write the measured tables of README.md and docs/ from the committed results, and draw the pictures of benchmarks.
+"""Write the measured tables of README.md and docs/ from the committed results, and the tables of docs/reference.
 
     python benchmarks/update_docs.py
-    python benchmarks/update_docs.py --pictures
+    python benchmarks/update_docs.py --pictures     draws the pictures of benchmarks
 
 A page marks the place of a table with a `begin` and an `end` comment that carry its name, and `BLOCKS` maps the name to
 the function that writes it. Nothing is measured here: the same results always give the same pages and pictures.
@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import reference_tables
 import summaries
 from plots import plot
 
@@ -361,6 +362,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
             "teacher": "teacher",
         }.items()
     },
+    **reference_tables.BLOCKS,
 }
 
 # ---- pages and pictures ----
