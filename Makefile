@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL := --numprocesses auto --dist worksteal
 
-.PHONY: demo publish space space-screenshot library-tests test lint test-all test-faults test-space test-gpu clean
+.PHONY: demo docs publish space space-screenshot library-tests test lint test-all test-faults test-space test-gpu clean
 
 $(VENV)/.train: pyproject.toml src/luna_hf/__init__.py
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"luna_hf needs Python 3.10 or newer, but $(PYTHON) is {v[0]}.{v[1]}. Choose another: make PYTHON=python3.11")'
@@ -40,6 +40,11 @@ space: $(VENV)/.demo
 space-screenshot: $(VENV)/.dev
 	$(BIN)/python tests/space_screenshot.py "$(CHECKPOINTS)"
 
+# The documentation site, in site/. Needs no network once the development extras are installed.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html"
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,4 +71,4 @@ test-gpu: $(VENV)/.dev
 	$(PYTEST) -m gpu
 
 clean:
-	rm -rf $(VENV) build *.egg-info src/*.egg-info
+	rm -rf $(VENV) build site *.egg-info src/*.egg-info

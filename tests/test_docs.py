@@ -19,6 +19,7 @@ from tiny_translation import SETTINGS, write_parallel
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in update_docs.PAGES}
 MORE = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "conversion/README.md")
 TEXTS = {**PAGES, **{page: (ROOT / page).read_text(encoding="utf-8") for page in MORE}}
+RESULTS = {path: json.loads(path.read_text(encoding="utf-8")) for path in ROOT.glob("*/results/*.json")}
 # A Python block with the output right behind it, or an indented command with its continued lines.
 STEPS = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```\n(?P<shown>.*?)^```)?"
@@ -152,10 +153,12 @@ def test_examples_run(page, workplace, monkeypatch, capsys):
             assert entry(script)(in_miniature(script, words)) == 0, capsys.readouterr().err
 
 
-def test_commands_in_the_text_are_accepted(monkeypatch):
+def test_commands_in_the_text_and_of_results_are_accepted(monkeypatch):
     monkeypatch.chdir(ROOT)
-    commands = [command for text in TEXTS.values() for command in re.findall(r"`(python [\w/]+\.py[^`]*)`", text)]
-    assert len(commands) > 30
+    commands = {command for text in TEXTS.values() for command in re.findall(r"`(python [\w/]+\.py[^`]*)`", text)}
+    for result in RESULTS.values():
+        commands |= {result["command"], *result.get("commands", [])}
+    assert len(commands) > 60
     for script, words in map(split, commands):
         if script != "benchmarks/update_docs.py":
             accept(script, words)
@@ -206,8 +209,7 @@ def test_measured_tables_are_fresh():
 
 
 def test_results_name_command_machine_and_versions():
-    for path in ROOT.glob("*/results/*.json"):
-        result = json.loads(path.read_text(encoding="utf-8"))
+    for path, result in RESULTS.items():
         assert result["command"].startswith("python ") and (result.get("machine") or result["hardware"]), path.name
         assert "torch" in result["versions"], path.name
         assert not re.search(r"(?<![\w.])/(work|tmp|home|root)/", path.read_text(encoding="utf-8")), path.name
