@@ -43,7 +43,7 @@ space-screenshot: $(VENV)/.dev
 # The documentation site, in site/. Needs no network once the development extras are installed.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "Open site/index.html"
+	@echo "Read it at http://localhost:8000: $(BIN)/python -m http.server --directory site"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
