@@ -26,12 +26,17 @@ def entries(section):
 NAVIGATION = {name: entries(pages) for part in yaml.safe_load(CONFIG.read_text())["nav"] for name, pages in part.items()}
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
+def build(folder):
+    """Build the site in a folder; a warning is an error."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(CONFIG), "--site-dir", folder]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    build(folder)
     return folder
 
 
