@@ -1,7 +1,7 @@
 """Hooks of MkDocs: files of the repository that pages link to become part of the site.
 
-On a forge, a page in docs/ links to a recipe, a result or a model card by its relative path. The site holds a copy of each
-such file below `repo/`: Markdown and source code as pages, everything else as it is. Links are written anew to match.
+On a forge, a page in docs/ links to a recipe, a result or a model card by its relative path. The site holds a copy of
+each such file below `repo/`: Markdown and source code as pages, everything else as it is. Links are rewritten to match.
 """
 
 import os

@@ -23,7 +23,8 @@ def entries(section):
     return [page for item in items for page in entries(item)]
 
 
-NAVIGATION = {name: entries(pages) for part in yaml.safe_load(CONFIG.read_text())["nav"] for name, pages in part.items()}
+TABS = {name: pages for tab in yaml.safe_load(CONFIG.read_text())["nav"] for name, pages in tab.items()}
+NAVIGATION = {name: entries(pages) for name, pages in TABS.items()}
 
 
 def build(folder):
@@ -63,7 +64,8 @@ def test_files_that_pages_link_to_are_in_the_site(site):
     results = (site / "results" / "minilm.html").read_text()
     (link,) = set(re.findall(r'href="([^"]+/minilm\.json)"', results))
     assert (site / "results" / link).resolve().is_file()
-    assert "class=\"highlight\"" in (site / "repo" / "training" / "recipes" / "convert" / "minilm.yaml.html").read_text()
+    recipe = site / "repo" / "training" / "recipes" / "convert" / "minilm.yaml.html"
+    assert 'class="highlight"' in recipe.read_text()
 
 
 def test_pages_load_nothing_from_another_server(site):
