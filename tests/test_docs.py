@@ -156,7 +156,9 @@ def test_examples_run(page, workplace, monkeypatch, capsys):
 def test_commands_in_the_text_and_of_results_are_accepted(monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = {command for text in TEXTS.values() for command in re.findall(r"`(python [\w/]+\.py[^`]*)`", text)}
-    for result in RESULTS.values():
+    source = r"\[Commands and data\]\([./]*(\w+/results/[\w.-]+\.json)\)"
+    for name in {name for text in PAGES.values() for name in re.findall(source, text)}:
+        result = RESULTS[ROOT / name]
         commands |= {result["command"], *result.get("commands", [])}
     assert len(commands) > 60
     for script, words in map(split, commands):
