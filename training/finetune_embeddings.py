@@ -84,7 +84,7 @@ class EmbeddingArguments:
 
     model_name_or_path: str = option(MISSING, "Encoder: a folder or a name on the Hub (required).")
     dataset_name: str = option("nyu-mll/glue", "Hub name, or a folder with a file for each split.")
-    max_length: int | None = option(None, "Tokens that are embedded at most; by default all that the model takes.")
+    max_length: int | None = option(None, "Most tokens of a text to embed; by default all that the model takes.")
     accept_changed_data: bool = option(False, "Continue a run although its data have changed.")
 
 

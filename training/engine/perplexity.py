@@ -55,7 +55,7 @@ class Settings:
     stride: Annotated[int | None, "Tokens that each sliding window scores; half of --part by default."] = None
     rows: Annotated[int, "Most tokens in a forward pass, over all its rows."] = 8192
     mode: Annotated[Literal["", "carried", "sliding"], "carried (default for models of luna_hf) or sliding."] = ""
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], "Of the models; states stay in float32."] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], "Type of models; states stay in float32."] = "float32"
     output: Annotated[str, "Folder for perplexity.json, perplexity.md and perplexity.png."] = ""
 
     def __post_init__(self) -> None:

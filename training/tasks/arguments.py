@@ -162,7 +162,7 @@ class FinetuneTrainingArguments(CheckedTraining, TrainingArguments):
     learning_rate: float = option(2e-5, "Peak learning rate.")
     per_device_train_batch_size: int = option(32, "Rows per forward pass and process.")
     per_device_eval_batch_size: int = option(64, "Rows per evaluation step.")
-    num_train_epochs: float = option(20.0, "Epochs at most; early stopping may end a run before.")
+    num_train_epochs: float = option(20.0, "Most epochs; early stopping may end a run sooner.")
     adam_beta2: float = option(0.98, "Decay of AdamW's mean square.")
     adam_epsilon: float = option(1e-6, "Epsilon of AdamW, added to the divisor of an update.")
     weight_decay: float = option(0.1, "Weight decay; not on biases and norms.")

@@ -94,7 +94,7 @@ class GlueArguments(FinetuneArguments):
 
     task_name: str | None = option(None, f"Task of GLUE: {', '.join(TASKS)}.")
     train_file: str | None = option(None, "Own data: csv, tsv, jsonl, json or parquet.")
-    validation_file: str | None = option(None, "Own data that choose the checkpoint.")
+    validation_file: str | None = option(None, "Own data by which the checkpoint is chosen.")
     test_file: str | None = option(None, "Own data to predict; scored if they have labels.")
     train_split: str = option("train", "Split to train on.")
     validation_split: str | None = option(

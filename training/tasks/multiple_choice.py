@@ -42,8 +42,8 @@ class ChoiceArguments(FinetuneArguments):
 
     max_question_length: int | None = option(
         None,
-        "Longest question with option in tokens, without special tokens; longer ones are cut. By default "
-        f"{QUESTION_LENGTH}, or less for short inputs: half of their room where a passage follows.",
+        "Most tokens of a question and an option, without special tokens; longer ones are cut. By default "
+        f"{QUESTION_LENGTH}, or less if --max_length is small: half of it if a passage follows.",
     )
     sweep_learning_rates: list[float] = option([1e-5, 2e-5, 3e-5], "Peak learning rates of a sweep.")
     sweep_dropouts: list[float] = option([0.0, 0.1, 0.2], "Dropouts of a sweep.")

@@ -56,11 +56,11 @@ MOST_SOFTMAX = 512
 
 # Fields of the config that are options, with their help.
 FIELDS = {
-    "local_window": "tokens around each token that it reads",
+    "local_window": "neighbouring tokens that each token reads",
     "num_selected_tokens": "tokens of the whole text that each head selects and reads",
-    "memory_size": "means that stand for all other tokens",
-    "softmax_length": "texts of up to so many tokens are read as the source reads them (default: all that it reads)",
-    "position_period": "positions after which they are used again (default: as many as the source reads)",
+    "memory_size": "number of means that stand for all other tokens",
+    "softmax_length": "texts of up to this many tokens are read as the source reads them (default: all that it reads)",
+    "position_period": "number of positions after which they repeat (default: as many as the source reads)",
 }
 
 # Of a tokenizer: what the source's last call left in its files.

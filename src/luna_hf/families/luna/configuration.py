@@ -16,14 +16,14 @@ class LunaConfig(BoundedMemoryConfig):
     Args:
         projection_length: number of slots `l` of the packed sequence P.
         num_projected_attention_heads: number of heads of the pack attention; must divide `hidden_size`. Defaults to
-            `num_attention_heads`, the only choice in a decoder alone, and what causal attention always has.
+            `num_attention_heads`, which causal attention always has: decoder-only models accept no other number.
         tie_kv: whether keys and values share one matrix, in both pack and unpack attention. The base model has 132 M
             parameters if tied and 146 M if not (147 M in the paper).
         dynamic_projection: whether a row with fewer tokens than slots uses only as many slots as it has tokens.
-            Otherwise, and always in a decoder alone, every row uses all slots.
-        tokens_per_slot: with `dynamic_projection` only: a row uses one slot for so many tokens, rounded up, as long as
-            there are slots. With 4 and 128 slots, a row of 128 tokens uses 32 slots, and one of 512 tokens or more all
-            of them. Not in the paper; short texts take less time.
+            Otherwise, and always in decoder-only models, every row uses all slots.
+        tokens_per_slot: with `dynamic_projection` only: a row uses one slot for every `tokens_per_slot` tokens, rounded
+            up, until all slots are used. With a value of 4 and 128 slots, a row of 128 tokens uses 32 slots, and one of
+            512 tokens or more uses all of them. Not in the paper; makes short texts faster.
         pack_activation: decoders only: activation of the pack attention, `"softplus"` (log2(1 + 2^x), as in the
             authors' code) or `"elu"` (elu(x) + 1), divided by the number of tokens so far; or, not in the paper,
             `"exp"`, divided by its running sum: softmax over the tokens so far, without dropout. Only `"exp"` lets a
