@@ -60,20 +60,20 @@ class BoundedMemoryConfig(PreTrainedConfig):
         hidden_dropout_prob: dropout probability of the embeddings and of each sub-layer's output.
         attention_probs_dropout_prob: dropout probability of the attention weights.
         activation_dropout: dropout probability after the activation of the feed-forward network.
-        max_position_embeddings: maximum input length of an encoder, in tokens. (RoBERTa's field of this name includes
-            the rows of its position table that no token has.) Decoders, and encoders without positions, have no table
-            and accept inputs of any length.
+        max_position_embeddings: maximum input length of an encoder, in tokens. (RoBERTa's field of this name
+            also counts the rows of its position table that no token uses.) Decoders, and encoders without positions,
+            have no table and accept inputs of any length.
         first_position: encoders and encoder-decoders only: row of the position table, or number of the sinusoid, of the
-            first token. The row before is that of padding. Defaults to 2, as in RoBERTa, or 1 if `pad_token_id` is 0.
-            Models saved by versions that lack this field have `pad_token_id + 1`.
-        position_period: encoders with learned positions only: number of rows of the position table that are used again
-            and again. The first token has row 0, the others have rows 1 to `position_period - 1` in turn. Inputs may
-            then be as long as `max_position_embeddings` says, without a row for each position.
+            first token. The row before it belongs to padding. Defaults to 2, as in RoBERTa, or 1 if `pad_token_id` is
+            0. Models saved by versions that lack this field have `pad_token_id + 1`.
+        position_period: encoders with learned positions only: number of rows of the position table, which are
+            repeated. The first token has row 0, the others have rows 1 to `position_period - 1` in turn. Inputs may
+            then have up to `max_position_embeddings` tokens, although the table is shorter.
         position_embedding_type: `"learned"` (encoders and encoder-decoders only, and their default); `"sinusoidal"`
-            (fixed positions, added to token embeddings scaled by `sqrt(hidden_size)`); or `"rotary"` (decoders alone
-            only, and the default of most; queries and keys are rotated by angles proportional to the position).
+            (fixed positions, added to token embeddings scaled by `sqrt(hidden_size)`); or `"rotary"` (decoder-only
+            models, and the default of most; queries and keys are rotated by angles proportional to the position).
         type_vocab_size: number of segment (token type) embeddings; 0 for none.
-        embedding_size: encoders alone only: width of the token, position and segment embeddings and their LayerNorm,
+        embedding_size: encoder-only models: width of the token, position and segment embeddings and their LayerNorm,
             whose states are then projected to `hidden_size`, as in small ELECTRAs; defaults to `hidden_size`, without a
             projection.
         embedding_layer_norm: whether to apply LayerNorm to the embeddings.
@@ -91,21 +91,21 @@ class BoundedMemoryConfig(PreTrainedConfig):
         slot_count_bias: with `local_window` only: whether the logarithm of the number of tokens that a slot stands for
             is added to its logit, with a learned scale per head. Without it, a slot weighs as much as a single token.
         slot_counts: with `local_window` only: which tokens the slots of a query stand for. `"outside"`: those that it
-            reads nowhere else, so a text that every window holds is read by softmax attention, exactly. `"all"`: all
+            does not read exactly, so a text that fits into every window is read by softmax attention. `"all"`: all
             tokens of the text, and each slot for at least one, as in models saved by versions that lack this field.
         global_tokens: with `local_window` only: which tokens a task head marks if it gets no `global_attention_mask`:
             `"first"` (the first token), `"question"` (the tokens before the first separator, if a second text follows
             and they are at most `max_global_tokens`; otherwise the first token), `"none"`, or `"auto"` (`"first"` for
             sequence classification, `"question"` for question answering and multiple choice, `"none"` for other heads).
-        global_tokens_read_all: whether marked tokens also read all tokens, instead of what every token reads.
-        max_global_tokens: maximum number of marked tokens in a row. Compiled and exported models always have so many
-            places.
+        global_tokens_read_all: whether marked tokens read all tokens, instead of only what every token reads.
+        max_global_tokens: maximum number of marked tokens in a row. Compiled and exported models always reserve this
+            many places.
         num_selected_tokens: encoders with a `local_window` only: number of tokens `m` that each head of each layer
-            selects from the whole text, to be read exactly by every query: those that `num_selection_queries` spaced
-            queries attend to most outside their own windows. 0 for none.
-        softmax_length: with `num_selected_tokens` only: texts of up to so many tokens select all their tokens, so they
-            are read by softmax attention, exactly, and in its time. Compiled and exported models always have so many
-            places.
+            selects from the whole text, to be read exactly by every query: those that `num_selection_queries` evenly
+            spaced queries attend to most outside their own windows. 0 for none.
+        softmax_length: with `num_selected_tokens` only: texts of up to this many tokens select all their tokens, so
+            they are read exactly, as by softmax attention, and take its time. Compiled and exported models always
+            reserve this many places.
         num_selection_queries: with `num_selected_tokens` only: number of queries `r` that select.
         sep_token_id: the token between two texts, for `global_tokens`; defaults to `eos_token_id`, as in RoBERTa.
             Without either, `token_type_ids` tell the texts apart.
@@ -113,10 +113,10 @@ class BoundedMemoryConfig(PreTrainedConfig):
             quadratic time. `"all"` becomes the list of all layers.
         sparse_prediction: whether to apply the masked-LM head only to labelled positions in training. Loss and
             gradients stay the same, but `logits` then has the shape `(number of labels, vocab_size)`.
-        unpad_inputs: encoders only: whether padding is left out of the computation. By default where that is faster,
-            but not with eager attention, nor where hidden states or attentions are returned; `False` computes every row
-            as it is. Outputs are padded either way and the same at real tokens, and padding has states of zero if left
-            out.
+        unpad_inputs: encoders only: whether the computation skips padding. By default, it does where that is faster,
+            but not with eager attention, or if hidden states or attentions are returned; `False` always computes
+            padding. Outputs have the same shape either way and are the same at real tokens. The states of skipped
+            padding are zero.
         classifier_pooling: input of the classification heads: `"cls"` (the first token's state) or `"mean"` (the mean
             over all tokens). A family may add others.
         classifier_dropout: dropout probability of the classification heads; defaults to `hidden_dropout_prob`.
@@ -127,9 +127,9 @@ class BoundedMemoryConfig(PreTrainedConfig):
         tie_word_embeddings: whether the language modelling head shares its output matrix with the token embedding.
         scale_embedding: whether token embeddings are multiplied by `sqrt(hidden_size)`; by default, if positions are
             sinusoidal, and in an encoder-decoder.
-        is_decoder: whether the model is causal. Set automatically by the `...ForCausalLM` classes, see `as_decoder`.
+        is_decoder: whether the model is causal. Set automatically by the `...ForCausalLM` classes; see `as_decoder`.
         is_encoder_decoder: whether the model has an encoder and a decoder. Set automatically by the
-            `...ForConditionalGeneration` classes, see `as_encoder_decoder`. The fields above hold for both parts,
+            `...ForConditionalGeneration` classes; see `as_encoder_decoder`. The fields above apply to both parts,
             except `full_attention_layers`.
         decoder_layers: encoder-decoders only: number of layers of the decoder; defaults to `num_hidden_layers`.
         source_is_causal: encoder-decoders only: whether the encoder is causal, too, and each target token reads the
@@ -141,11 +141,12 @@ class BoundedMemoryConfig(PreTrainedConfig):
         decoder_start_token_id: encoder-decoders only: the target's first input; defaults to `eos_token_id`, as in
             fairseq.
         use_cache: decoders only: whether a forward pass outside training returns the decoding state.
-        chunk_size_feed_forward: number of tokens that the feed-forward network processes at a time. By default (0), all
-            at once in training, and in inference in blocks small enough to save memory.
+        chunk_size_feed_forward: number of tokens that the feed-forward network processes at a time. By default (0),
+            1,024 on a CPU; on other devices, 16,384 in inference and all at once in training.
 
     Raises:
-        ValueError: A value is out of range, or a keyword is no field. A file may hold others, which become attributes.
+        ValueError: A value is out of range, or a keyword is not a field. A file may hold others, which become
+            attributes.
     """
 
     model_type = "bounded_memory"
@@ -551,14 +552,14 @@ class LunaConfig(BoundedMemoryConfig):
     Args:
         projection_length: number of slots `l` of the packed sequence P.
         num_projected_attention_heads: number of heads of the pack attention; must divide `hidden_size`. Defaults to
-            `num_attention_heads`, the only choice in a decoder alone, and what causal attention always has.
+            `num_attention_heads`, which causal attention always has: decoder-only models accept no other number.
         tie_kv: whether keys and values share one matrix, in both pack and unpack attention. The base model has 132 M
             parameters if tied and 146 M if not (147 M in the paper).
         dynamic_projection: whether a row with fewer tokens than slots uses only as many slots as it has tokens.
-            Otherwise, and always in a decoder alone, every row uses all slots.
-        tokens_per_slot: with `dynamic_projection` only: a row uses one slot for so many tokens, rounded up, as long as
-            there are slots. With 4 and 128 slots, a row of 128 tokens uses 32 slots, and one of 512 tokens or more all
-            of them. Not in the paper; short texts take less time.
+            Otherwise, and always in decoder-only models, every row uses all slots.
+        tokens_per_slot: with `dynamic_projection` only: a row uses one slot for every `tokens_per_slot` tokens, rounded
+            up, until all slots are used. With a value of 4 and 128 slots, a row of 128 tokens uses 32 slots, and one of
+            512 tokens or more uses all of them. Not in the paper; makes short texts faster.
         pack_activation: decoders only: activation of the pack attention, `"softplus"` (log2(1 + 2^x), as in the
             authors' code) or `"elu"` (elu(x) + 1), divided by the number of tokens so far; or, not in the paper,
             `"exp"`, divided by its running sum: softmax over the tokens so far, without dropout. Only `"exp"` lets a
