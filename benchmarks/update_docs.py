@@ -359,6 +359,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
             "multi30k": "translation-multi30k-cpu-float32",
             "perplexity": "perplexity-enwiki-cpu-float32",
             "simultaneous": "simultaneous-multi30k-cpu-float32",
+            "summaries": "summaries-cpu-bfloat16",
             "teacher": "teacher",
         }.items()
     },
