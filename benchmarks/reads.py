@@ -21,6 +21,10 @@ import luna_hf
 from luna_hf.scripting import Parser, describe_run, run_script
 
 TOKENS, WORDS = 2048, 8
+PROTOCOL = (
+    "Eager attention over the first tokens of each text; means over queries, heads and texts. `text` is the share of the "
+    "tokens that each part stands for."
+)
 TEXTS = sorted((Path(luna_hf.__file__).parent / "convert" / "sample_texts").glob("*.txt"))
 
 
@@ -89,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
         model = AutoModel.from_pretrained(options.model, attn_implementation="eager").eval()
         texts = [path.read_text(encoding="utf-8") for path in TEXTS]
         found = measure(model, AutoTokenizer.from_pretrained(options.model), texts)
-        settings = {"texts": [path.name for path in TEXTS], "tokens": TOKENS}
+        settings = {"protocol": PROTOCOL, "texts": [path.name for path in TEXTS], "tokens": TOKENS}
         write_result(options.output, f"reads-{options.model.name}", "cpu", "float32", {**header, **settings, **found})
         return 0
 

@@ -300,12 +300,13 @@ class Card:
 
     def _scores(self) -> str:
         """Scores over the seeds of finetuning: of this model (or its base), the twin and the baselines."""
-        scores = {(row["model"], row["task"], row["metric"], row["split"]): row["values"] for row in self.zoo.rows}
         model = self.entry.base if self.entry.task else self.name
+        rows = self.zoo.rows_with(model)
+        scores = {(row["model"], row["task"], row["metric"], row["split"]): row["values"] for row in rows}
         own = [key for name, *key in scores if name == model and self.entry.task in ("", key[0])]
         if not own:
             return ""
-        baselines = [row["model"] for row in self.zoo.rows if row.get("baseline")]
+        baselines = [row["model"] for row in rows if row.get("baseline")]
         models = [
             name
             for name in dict.fromkeys([model, self.entry.twin, *baselines])

@@ -145,6 +145,11 @@ class Zoo:
         """The rows of all files of scores."""
         return [row for result in self._results for row in result.get("rows", [])]
 
+    def rows_with(self, name: str) -> list[dict[str, Any]]:
+        """The rows of the files that have scores of a model: models of other files were trained in another way."""
+        files = [result.get("rows", []) for result in self._results]
+        return [row for rows in files if any(own["model"] == name for own in rows) for row in rows]
+
     def figures(self, name: str) -> dict[str, Any]:
         """The held-out figures of a model: those of its checkpoint, else of a result file; empty if it has none."""
         if name in self.checkpoints:

@@ -24,6 +24,7 @@ ROWS = {
         ("from .families.warm_start_rules", "from .families.toy.configuration import *\n"),
         ("from .families.warm_start_rules", "from .families.toy.modeling import *\n"),
         ("    )\n}\n", "        Family(ToyConfig, toy),\n"),
+        ("__all__ += abc.__all__", '__all__ += ["ToyConfig", *toy.__all__]\n'),
     ],
     "tests/variants.py": [
         ("from transformers import", "from reference import toy\n"),
