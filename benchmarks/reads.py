@@ -22,8 +22,8 @@ from luna_hf.scripting import Parser, describe_run, run_script
 
 TOKENS, WORDS = 2048, 8
 PROTOCOL = (
-    "Eager attention over the first tokens of each text; means over queries, heads and texts. `text` is the share of the "
-    "tokens that each part stands for."
+    "Eager attention over the first tokens of each text; means over queries, heads and texts. `text` is the share of "
+    "the tokens that each part stands for."
 )
 TEXTS = sorted((Path(luna_hf.__file__).parent / "convert" / "sample_texts").glob("*.txt"))
 
