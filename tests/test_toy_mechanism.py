@@ -98,7 +98,7 @@ def repository(tmp_path_factory):
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", TOY.name, Path(__file__).name)
     for folder in COPIED:
         shutil.copytree(ROOT / folder, root / folder, ignore=ignored)
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("*.toml"), ROOT / "CITATION.cff"):
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("*.toml"), ROOT / "CITATION.cff", ROOT / "mkdocs.yml"):
         shutil.copy(path, root)
     # The cache of transformers' own tests.
     (ROOT / ".cache").mkdir(exist_ok=True)
