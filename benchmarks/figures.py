@@ -6,7 +6,6 @@ Nothing is measured here. `reads.py` measures what `reads-real.png` shows.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle, Wedge
 from PIL import Image
+from update_docs import load
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -43,12 +43,6 @@ def save(figure: Figure, path: Path) -> None:
     drawing.draw()
     picture = Image.fromarray(np.asarray(drawing.buffer_rgba())).convert("RGB")
     picture.quantize(112, dither=Image.Dither.NONE).save(path, optimize=True)
-
-
-def load(name: str) -> dict[str, Any]:
-    """A committed result of the benchmarks or the studies, whatever its version of torch."""
-    (path,) = [*ROOT.glob(f"benchmarks/results/{name}-torch*.json"), *ROOT.glob(f"experiments/results/{name}.json")]
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 # ---- parts of diagrams, on axes of 10 by 6 ----
