@@ -89,7 +89,9 @@ def workplace(tmp_path_factory):
     glue_folder(folder / "glue")
     for name, seed in (("train", 0), ("dev", 1)):
         texts, labels = topics(32, seed)
-        write_rows(folder / f"{name}.csv", {"text": texts, "label": [["no", "yes"][label] for label in labels]})
+        rows = {"text": texts, "label": [["no", "yes"][label] for label in labels]}
+        for place in (folder, folder / "outputs"):
+            write_rows(place / f"{name}.csv", rows)
     write_words(folder)
     for name in ("training", "checkpoints", "docs"):
         (folder / name).symlink_to(ROOT / name)
@@ -132,12 +134,13 @@ def in_miniature(script, words):
     return [*words, *(word for name, value in added.items() for word in (f"--{name}", str(value)))]
 
 
-def slow_if_compiled(page):
-    """A page as a parameter: compiling a model takes minutes."""
-    return pytest.param(page, marks=[pytest.mark.slow] if "aoti_compile" in PAGES[page] else [])
+def slow_if_exported(page):
+    """A page as a parameter: exporting a large model and compiling one take minutes."""
+    is_slow = any(name in PAGES[page] for name in ("aoti_compile", "torch.onnx.export(\n"))
+    return pytest.param(page, marks=[pytest.mark.slow] if is_slow else [])
 
 
-@pytest.mark.parametrize("page", [slow_if_compiled(page) for page, text in PAGES.items() if STEPS.search(text)])
+@pytest.mark.parametrize("page", [slow_if_exported(page) for page, text in PAGES.items() if STEPS.search(text)])
 def test_examples_run(page, workplace, monkeypatch, capsys):
     monkeypatch.chdir(workplace)
     for step in STEPS.finditer(PAGES[page]):

@@ -125,12 +125,17 @@ def test_own_classes_are_learnt_and_predicted_as_a_pipeline_does(luna, tmp_path,
         ({"dataset_name": ".."}, "own data"),
         ({"dataset_name": "someone/imdb"}, "imdb"),
         ({"train_file": "film reviews/train.csv"}, "film reviews"),
+        ({"train_file": "film reviews/training-00000-of-00002.parquet"}, "film reviews"),
+        ({"train_file": "outputs/film-train.csv"}, "film"),
+        ({"train_file": "outputs/train_film.csv"}, "film"),
+        ({"train_file": "outputs/film.training.csv"}, "film"),
+        ({"train_file": "outputs/trains.csv"}, "trains"),
         ({"train_file": "./train.csv"}, "train"),
         ({"train_file": "../home/train.csv"}, "train"),
         ({"train_file": "../secret/train.csv"}, "train"),
     ],
 )
-def test_own_data_are_named_after_their_place_but_not_after_the_user_or_the_current_folder(
+def test_own_data_are_named_after_their_file_or_place_but_not_after_the_user_or_the_current_folder(
     options, name, tmp_path, monkeypatch
 ):
     (tmp_path / "secret").mkdir()

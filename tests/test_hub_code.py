@@ -45,8 +45,10 @@ TEXT = "the quick brown fox"
 
 # Runs without luna_hf: loads every folder from its own code, computes, and saves it again.
 WITHOUT_PACKAGE = """
-import json
+import json, logging.handlers
 import torch, transformers
+logged = logging.handlers.BufferingHandler(10**6)
+logging.getLogger("transformers").addHandler(logged)
 root, families, kinds = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 results = {}
 
@@ -95,6 +97,7 @@ for family in families:
 mlm = f"{root}/{families[0]}/saved/mlm"
 results["auto_map"] = {name: type(load(name, mlm)).__name__ for name in load("AutoConfig", mlm).auto_map}
 results["longer"] = load("AutoModel", mlm, max_position_embeddings=99).config.max_position_embeddings
+results["warnings"] = {record.getMessage() for record in logged.buffer if record.levelno >= logging.WARNING}
 assert sys.modules["luna_hf"] is None
 torch.save(results, f"{root}/results.pt")
 """
@@ -149,6 +152,11 @@ def test_one_checkpoint_loads_into_every_class_of_its_auto_map(saved, family):
     if family == next(iter(FAMILIES)):
         assert results["auto_map"] == {name: reference.split(".")[-1] for name, reference in auto_map.items()}
         assert results["longer"] == 99
+
+
+def test_loading_with_the_flag_does_not_warn_of_the_flag(saved):
+    warnings = saved[1]["warnings"]
+    assert warnings and not [warning for warning in warnings if "trust_remote_code" in warning]
 
 
 @families

@@ -2868,8 +2868,9 @@ class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
         wanted = config.max_position_embeddings if given else kwargs.get("max_position_embeddings")
         stored = {}
         if source is not None and wanted is not None:
+            place = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}  # warned of there
             with contextlib.suppress(OSError):  # a folder of weights alone
-                stored, _ = cls.config_class.get_config_dict(source, **kwargs)
+                stored, _ = cls.config_class.get_config_dict(source, **place)
         length = stored.get("max_position_embeddings", wanted)
         if length != wanted and given:
             config = copy.deepcopy(config)
