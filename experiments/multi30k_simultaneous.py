@@ -73,6 +73,8 @@ for _part, (_name, _reweighting) in itertools.product(PARTS, {"leapformer": "lea
         },
     )
 WHOLE, UPDATES = ("softmax", "abc", "luna", "lavo", "leapformer", "linear"), 1500
+# Texts that are translated at a time: a matter of speed, as are threads.
+EVAL_BATCH = 256
 # Sources of `cost`, which arrive in pieces; softmax attention would take hours for the longest. Tokens that are timed.
 LENGTHS, PIECE, MOST_SOFTMAX, STEPS = (100, 1000, 10_000, 100_000), 1000, 10_000, 50
 
@@ -100,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
         values = {"data": options.data / "multi30k", "source_language": source, "target_language": target}
         values |= {"model_name": name, "output_dir": folder, "seed": seed, "num_beams": 1, "wait_k": [*WAITS, 0]}
         _, recipe, changes = SYSTEMS[system]
-        values |= {**SETTING, **OWN_DROPOUT, "max_steps": UPDATES, **changes}
+        values |= {**SETTING, **OWN_DROPOUT, "max_steps": UPDATES, "eval_batch_size": EVAL_BATCH, **changes}
         words = [str(RECIPES / f"multi30k_wait_{recipe}.yaml"), *option_words(values), *options.overrides]
         script = (
             "experiments/multi30k_parts.py" if "model.softmax_parts" in changes else "training/train_translation.py"
@@ -145,7 +147,7 @@ def cost(options: argparse.Namespace) -> None:
 def report(options: argparse.Namespace) -> None:
     """Write scores, latencies and costs."""
     found, order = finished_runs(options.runs, "train", f"{Path(SCRIPT).name} run"), list(SYSTEMS)
-    result = shared_fields(SCRIPT, [run for _, run in found], (*OWN, "wait_k"))
+    result = shared_fields(SCRIPT, [run for _, run in found], (*OWN, "wait_k", "eval_batch_size"))
     result["runs"] = [entry(path, run) for path, run in found]
     path = options.runs / "cost.json"
     result["cost"] = read_json(path) if path.is_file() else None
