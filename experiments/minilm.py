@@ -6,8 +6,8 @@
     python experiments/minilm.py shared --data DATA --models outputs/abc-minilm-en-4096
     python experiments/minilm.py report
 
-`--models` are folders of `training/convert.py`; each is also scored before its training, and without its slots or
-selected tokens. `short`, `long` and `shared` score through mteb (pip install -e ".[judge]"): sentences and short texts;
+`--models` are folders of `training/convert.py`; each is also scored before its training, and without its slots,
+its selected tokens or both. `short`, `long` and `shared` score through mteb (pip install -e ".[judge]"): short texts;
 long documents; the source's queries with a conversion's documents, and the reverse. `--tasks` names other tasks, mteb's
 or whole benchmarks, which it downloads: --tasks "MTEB(eng, v2)" LongEmbed. `late` searches passages in their context
 (`minilm_late.py`). Scores are kept: the same command continues. `report` writes the tables and the plot.
@@ -27,7 +27,7 @@ import yaml
 from running import KEPT, RESULTS, read_json, run_alone
 
 # isort: split
-from minilm_contenders import Contender, Reader, in_one_pass, source_ways, without
+from minilm_contenders import Contender, Reader, in_one_pass, source_ways, switches, without
 from minilm_late import OWN_WAYS, SOURCE_WAYS, Late
 from minilm_report import plot, text
 from minilm_tasks import LONG, SHORT
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class Models:
-    """The source, and every conversion: as it is (""), "untrained", and without its "slots" and "selected tokens"."""
+    """The source, and every conversion: as it is (""), "untrained", and without each of its `switches`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Find them; each is loaded when it is first needed.
@@ -87,8 +87,7 @@ class Models:
             config = AutoConfig.from_pretrained(folder)
             parts = {"": partial(AutoModel.from_pretrained, folder)}
             parts["untrained"] = partial(untrained, recipe_model(folder), options.teacher)
-            switches = {"slots": config.mixed_window() > 0, "selected tokens": config.num_selected_tokens > 0}
-            for part in (name for name, has in switches.items() if has):
+            for part in switches(config):
                 parts[part] = partial(switched_off, folder, part)
             self.readers[folder.name] = {part: Reader(load, tokenizer, options.bf16) for part, load in parts.items()}
 

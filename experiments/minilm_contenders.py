@@ -13,12 +13,14 @@ from scipy.sparse import csr_array
 from teacher_scores import Encoder
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # Vectors (texts, d) of lists of ids without ends; or (parts, d) of each text, of which the best counts.
 Embed = Callable[[list[list[int]]], Tensor | list[Tensor]]
 # Tokens of the source's longest text, and of its positions.
 _SHORT, _QUERY = 256, 512
+# Both of a conversion's parts that reach beyond its window.
+BOTH = "slots and selected tokens"
 
 
 class Reader:
@@ -130,11 +132,18 @@ def in_one_pass(documents: Reader, queries: Reader) -> Contender:
     return Contender(documents.ids, queries.cut(_QUERY), read)
 
 
+def switches(config: PreTrainedConfig) -> list[str]:
+    """What `without` can take from a conversion; without both, its window is left."""
+    parts = {"slots": config.mixed_window() > 0, "selected tokens": config.num_selected_tokens > 0}
+    found = [name for name, has in parts.items() if has]
+    return [*found, BOTH] if len(found) > 1 else found
+
+
 def without(model: PreTrainedModel, part: str) -> PreTrainedModel:
-    """The same model without its "slots" or "selected tokens"."""
-    if part == "slots":
+    """The same model without one of its `switches`."""
+    if part in ("slots", BOTH):
         model.register_forward_pre_hook(lambda _, words, own: (words, {**own, "read_slots": False}), with_kwargs=True)
-    else:
+    if part in ("selected tokens", BOTH):
         model.config.num_selected_tokens = model.config.softmax_length = 0
     return model
 

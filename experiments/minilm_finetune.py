@@ -6,9 +6,9 @@
 
 `run` finetunes each contender for each task with each seed, and scores it. Contenders are the source with its own
 softmax attention ("teacher", which reads at most 512 tokens), the folders of `--models`, and for long tasks each of
-them "untrained" and without its "slots" and "selected tokens": they read short texts as the source does. `mlm` trains a
-masked-LM head for the folders. A run has a folder in `--runs` with its scores (`run.json`) and its PEFT adapter;
-finished runs are kept, and an interrupted one continues from its last checkpoint. `report` collects the runs in
+them "untrained" and without its "slots", its "selected tokens" or both: they read short texts as the source does. `mlm`
+trains a masked-LM head for the folders. A run has a folder in `--runs` with its scores (`run.json`) and its adapter of
+PEFT; finished runs are kept, and an interrupted one continues from its last checkpoint. `report` collects the runs in
 `--runs` and writes the tables; runs that it has collected before may be gone.
 """
 
@@ -27,7 +27,7 @@ from running import KEPT, RESULTS, joined_versions, read_json, run_alone
 import minilm_finetune_mlm as mlm
 import peft
 from minilm import TEACHER, label, recipe_model
-from minilm_contenders import without
+from minilm_contenders import switches, without
 from minilm_finetune_kinds import KINDS
 from minilm_finetune_report import text
 from minilm_finetune_tasks import TASKS, sampled
@@ -104,8 +104,7 @@ def contenders(options: argparse.Namespace, task: str) -> dict[str, Load]:
         found[folder.name] = partial(conversion, folder)
         if is_long:
             found[label(folder.name, "untrained")] = partial(untrained, recipe_model(folder), options.teacher)
-        switches = {"slots": config.mixed_window() > 0, "selected tokens": config.num_selected_tokens > 0}
-        for part in (name for name, has in switches.items() if has and is_long):
+        for part in switches(config) if is_long else ():
             found[label(folder.name, part)] = partial(switched_off, folder, part)
     return found
 

@@ -85,7 +85,11 @@ def test_parts_are_switched_off(source):
     exact = AbcModel.from_pretrained_encoder(source, memory_control="compressive", local_window=4, memory_size=2).eval()
     selected = minilm_contenders.without(make().eval(), "selected tokens")(ids).last_hidden_state
     torch.testing.assert_close(selected, exact(ids).last_hidden_state)
-    assert not torch.allclose(slots, selected)
+    both = minilm_contenders.without(make().eval(), minilm_contenders.BOTH)(ids).last_hidden_state
+    torch.testing.assert_close(both, exact(ids, read_slots=False).last_hidden_state)
+    assert minilm_contenders.switches(make().config) == ["slots", "selected tokens", minilm_contenders.BOTH]
+    assert minilm_contenders.switches(exact.config) == ["slots"]
+    assert not torch.allclose(slots, selected) and not torch.allclose(slots, both)
 
 
 def test_bm25_is_its_formula():

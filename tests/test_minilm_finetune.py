@@ -211,6 +211,7 @@ def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_p
     assert run(source, conversion, tmp_path, "--tasks", "contracts", "--seeds", 1, "--bf16") == 0
     found = finished(tmp_path)
     parts = ["tiny", "tiny, untrained", "tiny, without slots", "tiny, without selected tokens"]
+    parts.append("tiny, without slots and selected tokens")
     assert found.keys() == {(name, "tiny", 0) for name in kinds} | {
         ("contracts", name, 1) for name in ["teacher", *parts]
     }
