@@ -130,9 +130,9 @@ def test_own_classes_are_learnt_and_predicted_as_a_pipeline_does(luna, tmp_path,
         ({"train_file": "outputs/train_film.csv"}, "film"),
         ({"train_file": "outputs/film.training.csv"}, "film"),
         ({"train_file": "outputs/trains.csv"}, "trains"),
-        ({"train_file": "./train.csv"}, "train"),
-        ({"train_file": "../home/train.csv"}, "train"),
-        ({"train_file": "../secret/train.csv"}, "train"),
+        ({"train_file": "./train.csv"}, "own data"),
+        ({"train_file": "../home/train.csv"}, "own data"),
+        ({"train_file": "../secret/train.csv"}, "own data"),
     ],
 )
 def test_own_data_are_named_after_their_file_or_place_but_not_after_the_user_or_the_current_folder(

@@ -15,15 +15,16 @@ import pytest
 import torch
 import yaml
 from common.seal import seal
+from datasets import Dataset
 from helpers import ROOT
 from hub_stub import HubStub
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from tasks import best, classification, runs
+from tasks import best, classification, files, runs
 from tasks.plan import plan, unique_labels
 from tasks.trainer import FinetuneTrainer, Sealing, find_checkpoint
 from tiny_finetuning import COMMANDS, PLAIN, RECIPES, checkpoint, command, glue_folder, refused, run
-from transformers import TrainerState, pipeline
+from transformers import TrainerState, TrainingArguments, pipeline
 
 from luna_hf.scripting import UserError, write_json
 
@@ -245,6 +246,35 @@ def test_links_that_lead_out_of_the_output_folder_are_refused(luna, sst2, tmp_pa
         assert str(out / name) in refused(capsys, command(luna, out, **options(sst2)))
         (out / name).unlink()
     assert victim.read_text() == "mine"
+
+
+def test_of_equal_scores_the_lower_loss_is_the_best(tmp_path):
+    trainer = FinetuneTrainer.__new__(FinetuneTrainer)
+    every = {"eval_strategy": "steps", "save_strategy": "steps"}
+    trainer.args = TrainingArguments(tmp_path, metric_for_best_model="f1", greater_is_better=True, **every)
+    trainer.state, best = TrainerState(), []
+    for step, (score, loss) in enumerate([(0.5, 0.9), (0.8, 0.8), (0.8, 0.7), (0.8, 0.75), (0.7, 0.1)], 1):
+        trainer.state.global_step = step
+        trainer.state.log_history.append({"step": step, "eval_loss": loss})
+        trainer._determine_best_metric({"eval_f1": score, "eval_loss": loss}, None)
+        best.append(trainer.state.best_global_step)
+    assert best == [1, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "longest", "words"),
+    [(32, 1, 512, ""), (32, 1, 4096, "size 8 --gradient_accumulation_steps 4,"), (1, 8, 50_000, ""), (4, 2, 8192, "")],
+)
+def test_a_batch_that_may_not_fit_is_noted(rows, steps, longest, words):
+    training = SimpleNamespace(per_device_train_batch_size=rows, gradient_accumulation_steps=steps)
+    note = runs.size_note(training, longest)
+    assert words in note and bool(words) == bool(note)
+
+
+def test_the_longest_row_counts_all_its_choices():
+    rows = Dataset.from_dict({"text": ["a", "b"]})
+    encoded = files.encode_rows(rows, lambda batch: {"tokens": [[3, 9], [5, 5]], "lost": [[0, 0], [0, 0]]})
+    assert (encoded.tokens, encoded.longest) == (22, 18)
 
 
 def test_a_run_killed_after_early_stopping_does_not_train_on(luna, sst2, tmp_path, monkeypatch):

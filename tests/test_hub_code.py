@@ -7,6 +7,7 @@ folder and saves it again; all tests here read its results.
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from transformers import (
     AutoModelForPreTraining,
     AutoModelForTextEncoding,
     AutoTokenizer,
+    pipeline,
 )
 
 from luna_hf import FAMILIES
@@ -206,6 +208,14 @@ def test_the_configuration_is_the_same_in_every_folder(saved, family, kind):
     first, second = (json.loads((folder / "config.json").read_text()) for folder in folders)
     assert first == second
     assert "auto_map" in first and first["architectures"] == [model_class(family, kind).__name__]
+
+
+@families
+def test_a_folder_without_a_tokenizer_is_refused(family, tmp_path):
+    tiny_model(family, "sequence").save_pretrained(tmp_path)
+    for load in (AutoTokenizer.from_pretrained, partial(pipeline, "text-classification")):
+        with pytest.raises(OSError, match="has no tokenizer"):
+            load(str(tmp_path))
 
 
 @families

@@ -2333,7 +2333,7 @@ def base_of_adapter(
     start = f"{cls.base_model_prefix}."
     if not hasattr(cls, "base_model_class") and any(name.startswith(start) for name in tensors):
         raise ValueError(
-            f"{adapter} is an adapter of a model with a head, which {cls.__name__} has not: load it with the Auto "
+            f"{adapter} is an adapter of a model with a head, which {cls.__name__} lacks: load it with the Auto "
             f"class of its head, or its base, {base}."
         )
     return base, {**options, "config": config, "adapter_kwargs": {**auto, "_adapter_model_path": adapter}}, tensors

@@ -1,5 +1,6 @@
 """The table of model families: `import luna_hf` exports and registers them, tests and benchmarks iterate over it."""
 
+import os
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -92,12 +93,33 @@ class Family:
         """Register the family with the Auto classes."""
         AutoConfig.register(self.config.model_type, self.config, exist_ok=True)
         # Checkpoints find either by name; one that names no tokenizer class gets the last one registered.
-        for tokenizer_class in (FairseqBpeTokenizer, RobertaTokenizer):
+        for tokenizer_class in (FairseqBpeTokenizer, _SavedTokenizer):
             AutoTokenizer.register(self.config, tokenizer_class, exist_ok=True)
         for model_class in (*self.models, self.causal_lm, self.seq2seq_lm):
             for auto_class in model_class.auto_classes:
                 getattr(transformers, auto_class).register(self.config, model_class, exist_ok=True)
         AutoModel.register(self.config, _trunk(self), exist_ok=True)
+
+
+class _SavedTokenizer(RobertaTokenizer):
+    """Loads a `RobertaTokenizer`, which Transformers makes up where none is saved, with its special tokens alone."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any
+    ) -> RobertaTokenizer:
+        """Like `RobertaTokenizer.from_pretrained`.
+
+        Raises:
+            OSError: The folder or repository has no tokenizer.
+        """
+        tokenizer = RobertaTokenizer.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise OSError(
+                f"{pretrained_model_name_or_path} has no tokenizer. Save the model's there, with "
+                "`tokenizer.save_pretrained`."
+            )
+        return tokenizer
 
 
 def _trunk(family: Family) -> type:

@@ -192,7 +192,7 @@ class TextClassification(Task):
         source = f"from {self.dataset_name}" if self.dataset_name else "local files"
         self.dataset = (
             f"{self.title}, {source}: texts in `{'`, `'.join(self.spec.columns)}`, labels in `{self.label_column}`; "
-            f"{len(self.train):,} rows to train on before any sampling."
+            f"{len(self.train):,} training rows."
         )
 
     def _labelled(self, rows: Dataset) -> bool:
@@ -284,4 +284,4 @@ def own_name(arguments: GlueArguments) -> str:
         return portable(path.name) if path.name not in ("", "..") else "own data"
     name, folder = re.sub(_SPLIT, "", path.stem, flags=re.IGNORECASE), path.parent
     is_named = folder.name not in ("", "..") and folder.resolve() not in (Path.cwd(), Path.home().resolve())
-    return portable(name or (folder.name if is_named else path.stem))
+    return portable(name or folder.name) if name or is_named else "own data"

@@ -24,12 +24,14 @@ class Encoded:
         rows: the model's inputs, `labels` unless the split has none, and `length`: the characters of a row, by which
             batches are grouped. Tokens would give every tokenizer its own order.
         tokens: tokens of all rows, after cutting.
+        longest: tokens of the longest row, of all its choices if it has several, as they are padded.
         cut_rows: rows that were cut.
         cut_tokens: tokens that were cut off.
     """
 
     rows: Dataset
     tokens: int
+    longest: int
     cut_rows: int
     cut_tokens: int
 
@@ -165,5 +167,7 @@ def encode_rows(rows: Dataset, encode: Callable[[dict[str, list[Any]]], dict[str
     memory = {"keep_in_memory": True, "load_from_cache_file": False}
     encoded = rows.map(encode, batched=True, remove_columns=rows.column_names, **memory)
     lost = np.asarray(encoded["lost"]).reshape(len(rows), -1).sum(1)
-    tokens = int(np.sum(encoded["tokens"]))
-    return Encoded(encoded.remove_columns(["tokens", "lost"]), tokens, int((lost > 0).sum()), int(lost.sum()))
+    tokens = np.asarray(encoded["tokens"]).reshape(len(rows), -1)
+    longest = int((tokens.max(1) * tokens.shape[1]).max())
+    encoded = encoded.remove_columns(["tokens", "lost"])
+    return Encoded(encoded, int(tokens.sum()), longest, int((lost > 0).sum()), int(lost.sum()))

@@ -178,7 +178,7 @@ def write_card(job: Job, result: Result, folder: Path, picked: dict[str, Any] | 
     }
     resumed = f" since step {result['resumed_from_step']:,}, from which it was resumed"
     figures = ["parameters", "max_length", "main_metric", "development", "steps", "epochs", "seconds"]
-    figures += ["samples_per_second", "tokens_per_second", "processes", "hardware", "versions"]
+    figures += ["samples_per_second", "tokens_per_second", "hardware", "versions"]
     scores = [(split + drawn_text(result, split), metric, value) for split, metric, value in measured(result)]
     text = cards.fill(
         "finetuned.md",
@@ -197,6 +197,7 @@ def write_card(job: Job, result: Result, folder: Path, picked: dict[str, Any] | 
         setting=markdown.table(["option", "value"], setting.items()),
         best_step=result["steps"] if best_step is None else best_step,
         since=resumed if result["resumed_from_step"] else "",
+        processes=f", on {result['processes']} processes" if result["processes"] > 1 else "",
         command=markdown.code(portable_command(["python", *job.command])),
     )
     write_text(folder / "README.md", text)

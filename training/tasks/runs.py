@@ -63,6 +63,8 @@ from tasks.trainer import (
 
 # Names of the dropout of the hidden states in configs of different types.
 _DROPOUTS = ("hidden_dropout_prob", "embedding_dropout", "mlp_dropout")
+# Tokens of a batch, beyond which its memory deserves a note.
+_ORDINARY = 2**15
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,8 @@ def one_run(job: Job, run: Run, prepared: Prepared) -> Result:
     set_seed(run.seed)
     model, _ = load_model(job, run.model, prepared, run.dropout)
     trainer = make_trainer(job, run, model, prepared)
+    if note := size_note(trainer.args, prepared.encoded["train"].longest):
+        job.print(f"  {note}")
     start = find_checkpoint(run.folder, job.print, trainer.args.load_best_model_at_end)
     resumed_from = read_state(start)["global_step"] if start else 0  # `train` may delete it
     outcome = attempt(job, trainer, prepared, start, run.folder)
@@ -281,6 +285,20 @@ def one_run(job: Job, run: Run, prepared: Prepared) -> Result:
     for name in result["predictions"]:
         job.print(f"  Predictions: {run.folder / 'predictions' / name}")
     return read_run(run.folder)
+
+
+def size_note(training: Any, longest: int) -> str:
+    """What to do if the largest batch does not fit into memory; "" if it is of ordinary size."""
+    rows, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    fitting = max(_ORDINARY // longest, 1)
+    if rows * longest <= _ORDINARY or rows == fitting:
+        return ""
+    fitting = next(count for count in range(fitting, 0, -1) if rows % count == 0)
+    return (
+        f"A batch of {rows} rows has up to {rows * longest:,} tokens. If memory runs out, add "
+        f"--per_device_train_batch_size {fitting} --gradient_accumulation_steps {rows * steps // fitting}, with which "
+        "the updates stay the same."
+    )
 
 
 def attempt(job: Job, trainer: FinetuneTrainer, prepared: Prepared, start: Path | None, folder: Path) -> Result:

@@ -254,6 +254,17 @@ class FinetuneTrainer(FiniteTraining, Trainer):
         self.require_finite({"predictions": output.predictions, **(output.metrics if self.compute_metrics else {})})
         return output
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Of equal scores, the one with the lower loss is the best: few rows soon reach a score that stays."""
+        if super()._determine_best_metric(metrics, trial):
+            return True
+        state, score = self.state, metrics[f"eval_{self.args.metric_for_best_model}"]
+        losses = {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry}
+        is_lower = metrics["eval_loss"] < losses.get(state.best_global_step, float("-inf"))
+        if score == state.best_metric and is_lower:
+            state.best_global_step = state.global_step
+        return score == state.best_metric and is_lower
+
     def _metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """`scores`, which are defined for finite numbers only."""
         self.require_finite({"predictions": prediction.predictions})

@@ -44,7 +44,7 @@ $date, with $versions. `conversion.json` repeats the figures.
 ## Limits
 
 The model inherits what its source has learned, including errors and biases. For texts that its source reads whole, the
-source is as good. Documents that are searched may as well be cut into windows for the source.
+source is as good. To search documents, you can as well cut them into windows and embed these with the source.
 """
 
 
