@@ -56,6 +56,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"model.memory_control": "sliding_window", "model.memory_size": WINDOW, "model.local_window": 0},
     ),
     "abc": ("ABC, 16 slots and a window", "abc16", {}),
+    "abc32": ("ABC, 32 slots and a window of 8", "abc16", {"model.memory_size": 32, "model.local_window": 8}),
     "luna": ("Luna, 16 slots and a window", "luna16", {}),
     "lavo": ("LAVO, 16 bases and a window", "lavo", {}),
     "leapformer": ("LeaPformer", "leapformer", {}),
