@@ -248,6 +248,13 @@ def test_links_that_lead_out_of_the_output_folder_are_refused(luna, sst2, tmp_pa
     assert victim.read_text() == "mine"
 
 
+def test_an_adapter_is_refused_before_the_data_are_read(luna, sst2, tmp_path, capsys):
+    adapter = shutil.copytree(luna, tmp_path / "adapter")
+    write_json(adapter / "adapter_config.json", {"peft_type": "LORA"})
+    message = refused(capsys, command(adapter, tmp_path / "out", **options(sst2)))
+    assert "adapter, which this command cannot train: merge it into its base" in message
+
+
 def test_of_equal_scores_the_lower_loss_is_the_best(tmp_path):
     trainer = FinetuneTrainer.__new__(FinetuneTrainer)
     every = {"eval_strategy": "steps", "save_strategy": "steps"}
@@ -263,7 +270,7 @@ def test_of_equal_scores_the_lower_loss_is_the_best(tmp_path):
 
 @pytest.mark.parametrize(
     ("rows", "steps", "longest", "words"),
-    [(32, 1, 512, ""), (32, 1, 4096, "size 8 --gradient_accumulation_steps 4,"), (1, 8, 50_000, ""), (4, 2, 8192, "")],
+    [(32, 1, 512, ""), (32, 1, 4096, "size 2 --gradient_accumulation_steps 16,"), (1, 8, 50_000, ""), (4, 2, 4096, "")],
 )
 def test_a_batch_that_may_not_fit_is_noted(rows, steps, longest, words):
     training = SimpleNamespace(per_device_train_batch_size=rows, gradient_accumulation_steps=steps)

@@ -2990,7 +2990,7 @@ class EncoderModelMixin(BaseModelMixin):
         if longest > limit and self.config.longest_input() is not None:
             raise ValueError(
                 f"The input has {longest} tokens, but the model accepts at most {limit} (`max_position_embeddings`). "
-                f"Use `tokenizer(..., truncation=True, max_length={limit})`, or a model with more positions."
+                f"Pass `truncation=True, max_length={limit}` to the tokenizer or pipeline, or use a longer model."
             )
         options = {**keywords, "most_marked": keywords.get("num_global_tokens")}
         for name in _OWN_KEYWORDS:

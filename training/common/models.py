@@ -314,11 +314,16 @@ def load_config(name_or_path: str, kind: ModelKind = MASKED) -> PreTrainedConfig
     """The config of an encoder with a masked-LM head, or of a causal model.
 
     Raises:
-        UserError: No such folder or name, no config in it, or another kind of model.
+        UserError: No such folder or name, no config in it, an adapter, or another kind of model.
     """
     folder = Path(name_or_path)
     if not folder.exists():
         require_hub_name(name_or_path)
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{name_or_path} is an adapter, which this command cannot train: merge it into its base (docs/adapters.md) "
+            "and name the merged folder."
+        )
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{name_or_path} is not a checkpoint: it has no config.json.")
     try:

@@ -30,6 +30,7 @@ from tasks.metrics import compute
 from tasks.task import Task
 
 # What a file of training rows is called, alone or before or after the name of the data.
+_PLACES = {"data", "datasets", "input", "inputs", "output", "outputs", "tmp"}  # say nothing of what is in them
 _SPLIT = r"(^|[-_. ]+)(train|training|data)([-_. ]\d+[-_. ]of[-_. ]\d+)?$|^(train|training)[-_. ]+"
 
 HUB_NAME = "nyu-mll/glue"
@@ -276,12 +277,12 @@ class TextClassification(Task):
 def own_name(arguments: GlueArguments) -> str:
     """The name of own data: that of the data set, or of the file of training rows without its split.
 
-    `reviews-train.csv` and `reviews/train.csv` are called reviews. The user's home has no name, nor has the folder in
-    which the command runs.
+    `reviews-train.csv` and `reviews/train.csv` are called reviews. The user's home has no name, nor have the folder in
+    which the command runs and those of `_PLACES`.
     """
     path = Path(os.path.normpath(arguments.train_file or arguments.dataset_name))
     if not arguments.train_file:
         return portable(path.name) if path.name not in ("", "..") else "own data"
     name, folder = re.sub(_SPLIT, "", path.stem, flags=re.IGNORECASE), path.parent
-    is_named = folder.name not in ("", "..") and folder.resolve() not in (Path.cwd(), Path.home().resolve())
+    is_named = folder.name not in ("", "..", *_PLACES) and folder.resolve() not in (Path.cwd(), Path.home().resolve())
     return portable(name or folder.name) if name or is_named else "own data"

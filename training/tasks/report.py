@@ -186,6 +186,7 @@ def write_card(job: Job, result: Result, folder: Path, picked: dict[str, Any] | 
         _metadata(job, name, result),
         **_formatted(result, figures),
         model_name=name,
+        plain_length=result["max_length"],
         title=task.title,
         base=markdown.code(base),
         usage=markdown.code_block(task.usage(markdown.quoted(name), trust), "python"),

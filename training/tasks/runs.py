@@ -63,8 +63,8 @@ from tasks.trainer import (
 
 # Names of the dropout of the hidden states in configs of different types.
 _DROPOUTS = ("hidden_dropout_prob", "embedding_dropout", "mlp_dropout")
-# Tokens of a batch, beyond which its memory deserves a note.
-_ORDINARY = 2**15
+# Tokens of a batch, beyond which its memory deserves a note; and of the batch that the note suggests.
+_ORDINARY, _SMALL = 2**14, 2**13
 
 
 @dataclass(frozen=True)
@@ -290,12 +290,11 @@ def one_run(job: Job, run: Run, prepared: Prepared) -> Result:
 def size_note(training: Any, longest: int) -> str:
     """What to do if the largest batch does not fit into memory; "" if it is of ordinary size."""
     rows, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    fitting = max(_ORDINARY // longest, 1)
-    if rows * longest <= _ORDINARY or rows == fitting:
+    if rows == 1 or rows * longest <= _ORDINARY:
         return ""
-    fitting = next(count for count in range(fitting, 0, -1) if rows % count == 0)
+    fitting = next(count for count in range(max(_SMALL // longest, 1), 0, -1) if rows % count == 0)
     return (
-        f"A batch of {rows} rows has up to {rows * longest:,} tokens. If memory runs out, add "
+        f"A batch of {rows} rows has up to {rows * longest:,} tokens, padding included. If memory runs out, add "
         f"--per_device_train_batch_size {fitting} --gradient_accumulation_steps {rows * steps // fitting}, with which "
         "the updates stay the same."
     )

@@ -27,6 +27,7 @@ $licence
 
 $usage
 
+Longer texts are cut off at $longest tokens, by `SentenceTransformer` without a warning.
 `trust_remote_code` runs the code in this folder, and is not needed once the package `luna_hf` is imported.
 
 ## Compared with its source
@@ -44,7 +45,7 @@ $date, with $versions. `conversion.json` repeats the figures.
 ## Limits
 
 The model inherits what its source has learned, including errors and biases. For texts that its source reads whole, the
-source is as good. To search documents, you can as well cut them into windows and embed these with the source.
+source is as good. To search documents, you can just as well cut them into windows and embed these with the source.
 """
 
 
