@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -212,6 +213,8 @@ def test_other_layouts(pooling, name, tmp_path):
     assert run(source, tmp_path / "out") == 0
     found = torch.as_tensor(SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(LONG))
     expected = own_embeddings(tmp_path / "out", LONG, name)
+    # Heads pool as the embeddings do, where they can.
+    assert AutoConfig.from_pretrained(tmp_path / "out").classifier_pooling == {"mean": "mean", "max": "cls"}[name]
     with torch.no_grad():
         torch.testing.assert_close(found, dense.linear(expected).tanh(), atol=ATOL, rtol=0)
 

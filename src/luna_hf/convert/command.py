@@ -177,6 +177,8 @@ def make_model(source: Source, options: argparse.Namespace) -> tuple[PreTrainedM
     selected = {"num_selected_tokens": 0} if given.get("local_window") == 0 else {}
     selects = {**selected, **given}.get("num_selected_tokens") != 0
     own = {"position_period": source.longest, "softmax_length": min(source.longest, MOST_SOFTMAX) if selects else 0}
+    if source.sentences and source.sentences.pooling == "mean":
+        own["classifier_pooling"] = "mean"  # what the states have been trained for
     return warm_start(
         AbcForMaskedLM if source.kind == "masked words" else AbcModel,
         source.loaded,
