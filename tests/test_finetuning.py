@@ -14,6 +14,7 @@ import finetune_glue
 import pytest
 import torch
 import yaml
+from common.models import load_config
 from common.seal import seal
 from datasets import Dataset
 from helpers import ROOT
@@ -248,11 +249,17 @@ def test_links_that_lead_out_of_the_output_folder_are_refused(luna, sst2, tmp_pa
     assert victim.read_text() == "mine"
 
 
-def test_an_adapter_is_refused_before_the_data_are_read(luna, sst2, tmp_path, capsys):
-    adapter = shutil.copytree(luna, tmp_path / "adapter")
+def test_an_adapter_is_refused_before_it_is_trained(luna, sst2, tmp_path, capsys, monkeypatch):
+    adapter, message = shutil.copytree(luna, tmp_path / "adapter"), "adapter, which this command cannot train: merge it"
     write_json(adapter / "adapter_config.json", {"peft_type": "LORA"})
-    message = refused(capsys, command(adapter, tmp_path / "out", **options(sst2)))
-    assert "adapter, which this command cannot train: merge it into its base" in message
+    load_config(str(adapter))  # a whole model, beside which an adapter lies
+    (adapter / "model.safetensors").unlink()
+    assert message in refused(capsys, command(adapter, tmp_path / "out", **options(sst2)))
+    with HubStub() as stub:
+        stub.patch(monkeypatch, tmp_path)
+        stub.repositories["tester/adapter"] = {path.name: path.read_bytes() for path in adapter.iterdir()}
+        with pytest.raises(UserError, match=message):
+            load_config("tester/adapter")
 
 
 def test_of_equal_scores_the_lower_loss_is_the_best(tmp_path):

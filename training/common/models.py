@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     RobertaConfig,
 )
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_NAME, find_adapter_config_file, logging
 
 from common.options import did_you_mean
 from luna_hf import FAMILIES, scripting
@@ -319,7 +319,7 @@ def load_config(name_or_path: str, kind: ModelKind = MASKED) -> PreTrainedConfig
     folder = Path(name_or_path)
     if not folder.exists():
         require_hub_name(name_or_path)
-    if (folder / "adapter_config.json").is_file():
+    if find_adapter_config_file(name_or_path) is not None and not (folder / SAFE_WEIGHTS_NAME).is_file():
         raise UserError(
             f"{name_or_path} is an adapter, which this command cannot train: merge it into its base (docs/adapters.md) "
             "and name the merged folder."

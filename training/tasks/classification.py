@@ -29,8 +29,9 @@ from tasks.labels import (
 from tasks.metrics import compute
 from tasks.task import Task
 
+# Folders whose names say nothing of the data in them.
+_PLACES = {"data", "datasets", "input", "inputs", "output", "outputs", "tmp"}
 # What a file of training rows is called, alone or before or after the name of the data.
-_PLACES = {"data", "datasets", "input", "inputs", "output", "outputs", "tmp"}  # say nothing of what is in them
 _SPLIT = r"(^|[-_. ]+)(train|training|data)([-_. ]\d+[-_. ]of[-_. ]\d+)?$|^(train|training)[-_. ]+"
 
 HUB_NAME = "nyu-mll/glue"

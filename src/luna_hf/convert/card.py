@@ -27,7 +27,6 @@ $licence
 
 $usage
 
-Longer texts are cut off at $longest tokens, by `SentenceTransformer` without a warning.
 `trust_remote_code` runs the code in this folder, and is not needed once the package `luna_hf` is imported.
 
 ## Compared with its source
@@ -62,7 +61,7 @@ _SENTENCES = """from sentence_transformers import SentenceTransformer
 
 # The name of this repository on the Hub, or the folder of this card.
 model = SentenceTransformer($name, trust_remote_code=True)
-embeddings = model.encode(["A text.", "Another text."])"""
+embeddings = model.encode(["A text.", "Another text."])  # longer texts are cut, without a warning"""
 
 
 _STATES = """from transformers import $auto, AutoTokenizer

@@ -272,7 +272,7 @@ def explain(figures: Sequence[Figure], exact: int, longest: int, dtype: str, rou
     if any(figure.short_windows is not None for figure in figures):
         lines.append(
             f"With a star: the source reads at most {longest:,} tokens, so its embedding is the mean of its windows. "
-            f"short windows: the same with its windows of {min(REFERENCE_WINDOW, longest):,} tokens; in brackets, the "
-            "cosine of the source's two means."
+            f"short windows: the cosine with windows of {min(REFERENCE_WINDOW, longest):,} tokens instead; in "
+            "brackets, that of the source's two means."
         )
     return lines
