@@ -57,6 +57,11 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "abc": ("ABC, 16 slots and a window", "abc16", {}),
     "abc32": ("ABC, 32 slots and a window of 8", "abc16", {"model.memory_size": 32, "model.local_window": 8}),
+    "abc32_convolution": (
+        "ABC, 32 slots, a window of 8 and a convolution",
+        "abc16",
+        {"model.memory_size": 32, "model.local_window": 8, "model.conv_kernel_size": 5},
+    ),
     "luna": ("Luna, 16 slots and a window", "luna16", {}),
     "lavo": ("LAVO, 16 bases and a window", "lavo", {}),
     "leapformer": ("LeaPformer", "leapformer", {}),
