@@ -78,7 +78,7 @@ for _part, (_name, _reweighting) in itertools.product(PARTS, {"leapformer": "lea
             "model.softmax_parts": [part for part in PARTS if part != _part],
         },
     )
-WHOLE, UPDATES = ("softmax", "abc", "luna", "lavo", "leapformer", "linear"), 1500
+WHOLE, UPDATES = ("softmax", "abc", "abc32_convolution", "luna", "lavo", "leapformer", "linear"), 1500
 # Texts that are translated at a time: a matter of speed, as are threads.
 EVAL_BATCH = 256
 # Sources of `cost`, which arrive in pieces; softmax attention would take hours for the longest. Tokens that are timed.
