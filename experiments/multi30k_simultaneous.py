@@ -65,7 +65,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "luna": ("Luna, 16 slots and a window", "luna16", {}),
     "lavo": ("LAVO, 16 bases and a window", "lavo", {}),
     "leapformer": ("LeaPformer", "leapformer", {}),
-    "linear": ("the same without re-weighting", "leapformer", {"model.reweighting": "none"}),
+    "linear": ("LeaPformer without re-weighting", "leapformer", {"model.reweighting": "none"}),
 }
 # As in table 6 of the LeaPformer paper: one part is linear, the others keep softmax attention.
 for _part, (_name, _reweighting) in itertools.product(PARTS, {"leapformer": "learned", "linear": "none"}.items()):
@@ -205,7 +205,7 @@ def text(result: dict[str, Any]) -> str:
 def plot(result: dict[str, Any], path: Path) -> None:
     """BLEU against average lagging, for each direction."""
     directions = list(dict.fromkeys(own["direction"] for own in result["runs"]))
-    figure, axes = panels(1, len(directions), (6 * len(directions), 4.2), squeeze=False)
+    figure, axes = panels(1, len(directions), (6 * len(directions), 4.8), squeeze=False)
     for axis, direction in zip(axes[0], directions, strict=True):
         for index, system in enumerate(WHOLE):
             runs = [own for own in result["runs"] if (own["direction"], own["system"]) == (direction, system)]
@@ -219,9 +219,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axis.plot(*zip(*points, strict=True), marker="o", label=SYSTEMS[system][0], **style)
         axis.set_title(direction)
         axis.set_xlabel("average lagging (tokens)")
-        axis.legend(frameon=False)
         plain(axis)
     axes[0][0].set_ylabel("BLEU")
+    named = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named, frameon=False, ncols=3, loc="outside lower center")
     save(figure, path)
 
 
