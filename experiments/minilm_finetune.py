@@ -94,7 +94,7 @@ def contenders(options: argparse.Namespace, task: str) -> dict[str, Load]:
         UserError: A folder holds no conversion or no recipe, or two have the same name.
     """
     found: dict[str, Load] = {} if task == "mlm" else {"teacher": partial(teacher, options.teacher)}
-    is_long = task in TASKS and TASKS[task].is_long
+    is_long, after = (TASKS[task].is_long, TASKS[task].after) if task in TASKS else (False, "")
     for folder in options.models:
         if folder.name in found:
             raise UserError(f"Two folders are named {folder.name}. Rename one: the name stands in the results.")
@@ -102,7 +102,7 @@ def contenders(options: argparse.Namespace, task: str) -> dict[str, Load]:
             raise UserError(f"{folder} holds no conversion. Name a finished folder of training/convert.py.")
         config = AutoConfig.from_pretrained(folder)
         found[folder.name] = partial(conversion, folder)
-        if is_long:
+        if is_long and not after:  # the untrained conversion has no run on short texts to start from
             found[label(folder.name, "untrained")] = partial(untrained, recipe_model(folder), options.teacher)
         for part in switches(config) if is_long else ():
             found[label(folder.name, part)] = partial(switched_off, folder, part)
@@ -210,6 +210,8 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     rate = options.rate or kind.rate
     settings = LoraSettings(rate, task.batch, task.epochs, run.seed, kind.trained, save_steps=steps, bf16=options.bf16)
     adapted = adapt(model, settings)
+    if task.after:
+        start_from(run.folder.parents[2] / task.after / run.contender.partition(", ")[0] / run.folder.name, adapted)
     cost = train(adapted, features, lengths, kind.collate, settings, run.folder)
     scores = kind.evaluate(adapted, test)
     save(adapted, run.folder, options.models[0])
@@ -224,6 +226,17 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
         "epochs": settings.epochs,
         "longest": max(lengths),
     }
+
+
+def start_from(folder: Path, adapted: PeftModel) -> None:
+    """Load the adapter and the head of a finished run.
+
+    Raises:
+        UserError: The run is not finished.
+    """
+    if not (folder / "run.json").is_file():
+        raise UserError(f"Training starts from {folder}, which is not finished. Run its task first.")
+    peft.set_peft_model_state_dict(adapted, peft.load_peft_weights(str(folder), device="cpu"))
 
 
 def masked_lm(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Task:
         is_long: whether texts are beyond the source's 512 positions, so that the parts of a conversion matter.
         batch: rows of an update.
         split: what is scored, by its name in the data set.
+        after: task whose finished run training starts from, with its head.
     """
 
     title: str
@@ -58,6 +59,7 @@ class Task:
     is_long: bool = False
     batch: int = 32
     split: str = "validation"
+    after: str = ""
 
 
 def sampled(rows: list[Row], most: int | None) -> list[Row]:
@@ -212,6 +214,7 @@ TASKS = {
         length=2304,
         is_long=True,
         batch=8,
+        after="squad",
     ),
     "imdb_512": _IMDB,
     "imdb_2048": replace(_IMDB, title="IMDB, the same reviews, at 2,048", length=2048, is_long=True),

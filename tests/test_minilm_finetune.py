@@ -24,7 +24,7 @@ from common.hub import push_folder, reserve_repository
 from helpers import ROOT, refused, run_python
 from hub_stub import HubStub
 from minilm import recipe_model
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from pyarrow import Table, parquet
 from safetensors.torch import load_file
 from test_convert_command import WORDS, write_model
@@ -231,6 +231,23 @@ def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_p
     shutil.rmtree(tmp_path / "runs")
     assert minilm_finetune.main(["report", *results]) == 0
     assert (tmp_path / "minilm_finetune.md").read_text() == table
+
+
+def test_a_task_starts_from_the_finished_run_of_another(source, tokenizer, conversion, tmp_path, capsys):
+    write_tasks(tmp_path / "data")
+    long = ["--contenders", "tiny", "--tasks", "squad_long"]
+    assert run(source, conversion, tmp_path, *long) == 2
+    assert "Run its task first" in capsys.readouterr().err
+    assert run(source, conversion, tmp_path, "--contenders", "tiny", "--tasks", "squad") == 0
+    assert run(source, conversion, tmp_path, *long) == 0
+    kind = kinds.Answers(tasks.TASKS["squad_long"], tokenizer, 40)
+    model = minilm_finetune.conversion(conversion, kind.head, {})
+    adapted = training.adapt(model, training.LoraSettings(1e-3, 4, 1, 0, kind.trained))
+    folder = tmp_path / "runs" / "squad" / "tiny" / "seed-0"
+    minilm_finetune.start_from(folder, adapted)
+    saved = load_file(folder / "adapter_model.safetensors")
+    torch.testing.assert_close(get_peft_model_state_dict(adapted), saved)
+    assert any("qa_outputs" in name for name in saved)
 
 
 # ---- adapters ----
