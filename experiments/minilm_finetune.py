@@ -203,7 +203,7 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     rows, test = (sampled(task.read(options.data, split, tokenizer), count) for split, count in most.items())
     model = fresh(run, kind_class.head, kind_class(task, tokenizer, task.length).fields(rows))
     kind = kind_class(task, tokenizer, min(task.length, model.config.max_position_embeddings))
-    features = [kind.encode(row) for row in rows]
+    features = list(filter(kind.can_teach, map(kind.encode, rows)))
     lengths = [kind.size(one) for one in features]
     features = [{name: one[name] for name in kind.columns} for one in features]
     steps = max(10, round(SAVED / (task.batch * sum(lengths) / len(lengths))))
@@ -219,7 +219,7 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
         "split": task.split,
         "scores": scores,
         "baseline": kind.baseline(test),
-        "rows": [len(rows), len(test)],
+        "rows": [len(features), len(test)],
         **cost,
         "rate": settings.rate,
         "precision": "bfloat16" if settings.bf16 else "float32",

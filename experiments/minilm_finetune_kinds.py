@@ -65,6 +65,10 @@ class Kind(ABC):
         """Ids of a text or a pair of texts."""
         return dict(self.tokenizer(*texts, truncation=True, max_length=self.length, **options))
 
+    def can_teach(self, features: Features) -> bool:
+        """Whether a row has a label within the cut."""
+        return True
+
     def size(self, features: Features) -> int:
         """Tokens of a row."""
         return len(features["input_ids"])
@@ -246,10 +250,14 @@ class Answers(Kind):
         first = row["answers"]["answer_start"][0]
         last = first + len(row["answers"]["text"][0]) - 1
         ends = (encoded.char_to_token(place, sequence_index=1) for place in (first, last))
-        # Beyond the input if the answer was cut off: the loss ignores it.
+        # Beyond the input if the answer was cut off.
         start, end = (self.length if place is None else place for place in ends)
         places = [own if part == 1 else None for own, part in zip(offsets, encoded.sequence_ids(), strict=True)]
         return {**encoded, "start_positions": start, "end_positions": end, "places": places}
+
+    def can_teach(self, features: Features) -> bool:
+        """Whether the answer is within the cut; a batch without any has no loss."""
+        return max(features["start_positions"], features["end_positions"]) < self.length
 
     def split(self, outputs: Any) -> list[Any]:
         """Both rows of logits."""

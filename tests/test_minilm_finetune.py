@@ -94,7 +94,8 @@ def test_answers_are_scored_as_in_squad(tokenizer):
     assert kinds.best_answer(context, features["places"], starts, ends) == "packed sequence"
     assert own.scores([row], [features], [(starts, ends)]) == {"f1": 100, "exact_match": 100}
     short = kinds.Answers(tasks.TASKS["squad"], tokenizer, 10)
-    assert short.encode({**row, "answers": {"text": ["turn"], "answer_start": [41]}})["end_positions"] == 10
+    cut = short.encode({**row, "answers": {"text": ["turn"], "answer_start": [41]}})
+    assert cut["end_positions"] == 10 and not short.can_teach(cut) and own.can_teach(features)
 
 
 def test_a_paragraph_is_hidden_in_its_article(monkeypatch):
