@@ -32,7 +32,9 @@ def scores(runs: Runs, is_long: bool) -> str:
     rows = []
     for task in tasks:
         own = {name: runs[task, name] for name in names if (task, name) in runs}
-        rows.append([*head(task, next(iter(own.values()))[0]), *(cell(task, own.get(name, [])) for name in names)])
+        # Where a text is cut, questions without their answer are left out.
+        largest = max((found[0] for found in own.values()), key=lambda run: run["rows"][0])
+        rows.append([*head(task, largest), *(cell(task, own.get(name, [])) for name in names)])
     means = [mean(runs, tasks, name) for name in names]
     rows += [["mean", "", "", "", *means]] if len(tasks) > 1 else []
     return markdown_table(["", "metric", "training rows x epochs", "guess", *names], rows) if rows else ""

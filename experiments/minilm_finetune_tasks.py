@@ -207,7 +207,7 @@ TASKS = {
     "squad": replace(_SQUAD, batch=16),
     "squad_long": replace(
         _SQUAD,
-        title="the same, hidden in 2,000 tokens",
+        title="SQuAD and SquadShifts, hidden in 2,000 tokens",
         read=hidden_questions,
         train=1000,
         test=500,
