@@ -10,6 +10,8 @@ them "untrained" and without its "slots", its "selected tokens" or both: they re
 trains a masked-LM head for the folders. A run has a folder in `--runs` with its scores (`run.json`) and its adapter of
 PEFT; finished runs are kept, and an interrupted one continues from its last checkpoint. `report` collects the runs in
 `--runs` and writes the tables; runs that it has collected before may be gone.
+
+`squad_long` starts from the finished run of `squad`, so it has no "untrained".
 """
 
 import argparse
