@@ -48,12 +48,14 @@ from luna_hf.simultaneous import TranslationStream, WaitK
 SCRIPT, SUBJECT = "experiments/multi30k_simultaneous.py", "simultaneous-multi30k"
 RECIPES = ROOT / "training" / "recipes" / "train_translation"
 WAITS = (1, 3, 5, 7)
+FULL = {"model.memory_control": "sliding_window", "model.memory_size": WINDOW, "model.local_window": 0}
 # Systems: what the tables call them, the recipe, and what differs from it.
 SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "softmax": (
-        "softmax attention",
+    "softmax": ("softmax attention", "abc16", FULL),
+    "softmax_convolution": (
+        "softmax attention and a convolution",
         "abc16",
-        {"model.memory_control": "sliding_window", "model.memory_size": WINDOW, "model.local_window": 0},
+        {**FULL, "model.conv_kernel_size": 5},
     ),
     "abc": ("ABC, 16 slots and a window", "abc16", {}),
     "abc32": ("ABC, 32 slots and a window of 8", "abc16", {"model.memory_size": 32, "model.local_window": 8}),
