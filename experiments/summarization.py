@@ -8,7 +8,8 @@
 validation split; finished runs are skipped. DATA has the folders `scisummnet` (papers, sentences that cite them, and
 summaries) and `wiki_lead` (articles and their first paragraphs). `cost` measures time and memory with random weights.
 `report` writes JSON, tables and a plot; published runs of the same recipe stay unless they have been repeated. Options
-that are not listed here, `--key value`, override those of the training command; they hold for every system.
+that are not listed here, `--key value`, override those of the training command; they hold for every system. Runs with
+another `--max_steps` have rows of their own in the tables, and need a folder of their own (`--runs`).
 """
 
 import argparse
@@ -188,9 +189,10 @@ def report(options: argparse.Namespace) -> None:
     publish(options.results, SUBJECT, result["recipe"]["mixed_precision"], result, text, {"": plot})
 
 
-def cell(run: dict[str, Any]) -> tuple[int, int, int, int]:
+def cell(run: dict[str, Any]) -> tuple[int, ...]:
     """What identifies a run, in the order of the table."""
-    return list(TASKS).index(run["task"]), list(SYSTEMS).index(run["system"]), run["length"], run["seed"]
+    places = list(TASKS).index(run["task"]), list(SYSTEMS).index(run["system"])
+    return (*places, run["max_steps"], run["length"], run["seed"])
 
 
 def describe_task(folder: Path) -> dict[str, Any]:
@@ -221,18 +223,24 @@ def by_task(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return {task: list(runs) for task, runs in itertools.groupby(result["runs"], lambda run: run["task"])}
 
 
+def by_system(runs: list[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """The runs of each system and number of updates."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((run["system"], run["max_steps"]), []).append(run)
+    return groups
+
+
 def text(result: dict[str, Any]) -> str:
-    """For each task a row for each system with its scores by length; and the cost."""
+    """For each task a row for each system and number of updates, with its scores by length; and the cost."""
     parts = []
     for task, runs in by_task(result).items():
         about = runs[0]["data"]
         lengths = sorted({run["length"] for run in runs})
         lead = " / ".join(f"{score:.1f}" for score in about["lead"].values())
         rows = [["first three sentences", "-", "-", "-", *[lead] * len(lengths)]]
-        for system in dict.fromkeys(run["system"] for run in runs):
-            own = [run for run in runs if run["system"] == system]
-            updates = " or ".join(map(str, sorted({run["max_steps"] for run in own})))
-            cells = [SYSTEMS[system][0], f"{own[0]['parameters'] / 1e6:.1f} M", updates]
+        for (system, updates), own in by_system(runs).items():
+            cells = [SYSTEMS[system][0], f"{own[0]['parameters'] / 1e6:.1f} M", f"{updates:,}"]
             cells.append(str(len({run["seed"] for run in own})))
             for length in lengths:
                 scores = [run["scores"] for run in own if run["length"] == length]
@@ -254,15 +262,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure, axes = panels(1, len(tasks), (6 * len(tasks), 4.2), squeeze=False)
     for axis, (task, runs) in zip(axes[0], tasks.items(), strict=True):
         axis.axhline(runs[0]["data"]["lead"]["rouge2"], color="0.5", linestyle=":", label="first three sentences")
-        for index, system in enumerate(SYSTEMS):
+        for (system, updates), own in by_system(runs).items():
             scores: dict[int, list[float]] = {}
-            for run in runs:
-                if run["system"] == system:
-                    scores.setdefault(run["length"], []).append(run["scores"]["rouge2"])
+            for run in own:
+                scores.setdefault(run["length"], []).append(run["scores"]["rouge2"])
+            index, means = list(SYSTEMS).index(system), [statistics.mean(each) for each in scores.values()]
             style = {"color": "black", "linestyle": "--"} if system == "softmax" else {"color": f"C{index}"}
-            if scores:
-                means = [statistics.mean(own) for own in scores.values()]
-                axis.plot([*scores], means, marker="o", label=SYSTEMS[system][0], **style)
+            axis.plot([*scores], means, marker="o", label=f"{SYSTEMS[system][0]}, {updates:,} updates", **style)
         axis.set_title(task)
         axis.set_xscale("log", base=2)
         axis.set_xlabel("tokens of the source")

@@ -66,6 +66,7 @@ def test_tables_hold_every_system_beside_the_lead():
         for name in study.SYSTEMS
     ]
     runs.append({**runs[0], "length": 1024, "scores": {name: score + 1 for name, score in scores.items()}})
+    runs.append({**runs[0], "max_steps": 5000, "scores": {name: score + 2 for name, score in scores.items()}})
     cells = {"peak_bytes": 2**21, "update_seconds": 0.25, "generate_seconds": 0.5}
     cost = [{"system": name, "length": length, **cells} for name in study.SYSTEMS for length in (512, 1024)]
     table = study.text({"runs": runs, "cost": {"rows": cost}})
@@ -73,6 +74,7 @@ def test_tables_hold_every_system_beside_the_lead():
     assert "| first three sentences | - | - | - | 40.0 / 20.0 / 30.0 | 40.0 / 20.0 / 30.0 |" in table
     softmax, lavo = (study.SYSTEMS[name][0] for name in ("softmax", "lavo"))
     assert f"| {softmax} | 2.0 M | 600 | 1 | 31.0 / 11.0 / 21.0 | 32.0 / 12.0 / 22.0 |" in table
+    assert f"| {softmax} | 2.0 M | 5,000 | 1 | 33.0 / 13.0 / 23.0 | - |" in table
     assert f"| {lavo} | 2.0 M | 600 | 1 | 31.0 / 11.0 / 21.0 | - |" in table
     assert f"| {lavo} | 0.25 / 2 / 0.50 | 0.25 / 2 / 0.50 |" in table
 
