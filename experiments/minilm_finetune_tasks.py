@@ -45,6 +45,7 @@ class Task:
         batch: rows of an update.
         split: what is scored, by its name in the data set.
         after: task whose finished run training starts from, with its head.
+        rate: peak learning rate; 0 takes that of the kind.
     """
 
     title: str
@@ -60,6 +61,7 @@ class Task:
     batch: int = 32
     split: str = "validation"
     after: str = ""
+    rate: float = 0.0
 
 
 def sampled(rows: list[Row], most: int | None) -> list[Row]:
@@ -209,12 +211,13 @@ TASKS = {
         _SQUAD,
         title="SQuAD and SquadShifts, hidden in 2,000 tokens",
         read=hidden_questions,
-        train=1000,
+        train=3000,
         test=500,
         length=2304,
         is_long=True,
         batch=8,
         after="squad",
+        rate=1e-3,
     ),
     "imdb_512": _IMDB,
     "imdb_2048": replace(_IMDB, title="IMDB, the same reviews, at 2,048", length=2048, is_long=True),
