@@ -15,7 +15,6 @@ another `--max_steps` have rows of their own in the tables, and need a folder of
 import argparse
 import itertools
 import re
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +76,7 @@ SYSTEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "minilm": (
         "Luna from a converted MiniLM",
         "minilm",
-        {"initial_encoder": ROOT / "checkpoints" / "luna-minilm-en-4096", "learning_rate": 5e-4},
+        {"initial_encoder": ROOT / "checkpoints" / "luna-minilm-en-4096", "learning_rate": 1e-3},
     ),
 }
 # Documents in an update, and a budget for a CPU.
@@ -257,24 +256,24 @@ def text(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """ROUGE-2 against the length of the source, for each task."""
-    tasks = by_task(result)
-    figure, axes = panels(1, len(tasks), (6 * len(tasks), 4.2), squeeze=False)
-    for axis, (task, runs) in zip(axes[0], tasks.items(), strict=True):
-        axis.axhline(runs[0]["data"]["lead"]["rouge2"], color="0.5", linestyle=":", label="first three sentences")
-        for (system, updates), own in by_system(runs).items():
-            scores: dict[int, list[float]] = {}
-            for run in own:
-                scores.setdefault(run["length"], []).append(run["scores"]["rouge2"])
-            index, means = list(SYSTEMS).index(system), [statistics.mean(each) for each in scores.values()]
+    """Seconds of an update and of generating, by the length of the source; nothing without costs."""
+    if not result["cost"]:
+        return
+    titles = {"update_seconds": "an update", "generate_seconds": f"generating {summarization_cost.GENERATED} tokens"}
+    figure, axes = panels(1, len(titles), (12, 4.4))
+    for axis, (name, title) in zip(axes, titles.items(), strict=True):
+        for index, system in enumerate(SYSTEMS):
+            own = [row for row in result["cost"]["rows"] if row["system"] == system]
             style = {"color": "black", "linestyle": "--"} if system == "softmax" else {"color": f"C{index}"}
-            axis.plot([*scores], means, marker="o", label=f"{SYSTEMS[system][0]}, {updates:,} updates", **style)
-        axis.set_title(task)
+            lengths, seconds = ([row[column] for row in own] for column in ("length", name))
+            axis.plot(lengths, seconds, marker="o", label=SYSTEMS[system][0], **style)
+        axis.set_title(title)
         axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
         axis.set_xlabel("tokens of the source")
-        axis.legend(frameon=False)
         plain(axis)
-    axes[0][0].set_ylabel("ROUGE-2")
+    axes[0].set_ylabel("seconds")
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, ncols=3, loc="outside lower center")
     save(figure, path)
 
 
