@@ -42,7 +42,7 @@ from multi30k import score_cell
 from plots import panels, plain, save
 from translation.scores import METRICS, rouge
 
-from luna_hf.scripting import markdown_table, progress, write_json
+from luna_hf.scripting import UserError, markdown_table, progress, write_json
 
 SCRIPT, SUBJECT = "experiments/summarization.py", "summaries"
 RECIPES = ROOT / "training" / "recipes" / "train_translation"
@@ -112,13 +112,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def prepare(data: Path, task: str, folder: Path) -> None:
-    """Write the tables `train` and `validation` of a task with the columns document and summary."""
+    """Write the tables `train` and `validation` of a task with the columns document and summary.
+
+    Raises:
+        UserError: There is no such data.
+    """
     for split in ("train", "validation"):
-        path = folder / f"{split}.jsonl"
+        path, source = folder / f"{split}.jsonl", data / task / f"{split}.parquet"
         if path.is_file():
             continue
+        if not source.is_file():
+            raise UserError(f"There is no file {source}. Name the folder that holds {task} with --data.")
         rows = []
-        for row in pandas.read_parquet(data / task / f"{split}.parquet").to_dict("records"):
+        for row in pandas.read_parquet(source).to_dict("records"):
             parts = [row.get("abstract", ""), *row.get("citations", ()), row["document"]]
             words = re.findall(r"\S+\s*", "\n".join(parts))[:DOCUMENT_WORDS]
             rows.append({"document": "".join(words), "summary": row["summary"]})

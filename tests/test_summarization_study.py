@@ -12,6 +12,8 @@ from test_convert_command import WORDS, write_model
 from tiny_translation import SETTINGS
 from transformers import AutoTokenizer
 
+from luna_hf.scripting import UserError
+
 LEAD = {"rouge1": 40.0, "rouge2": 20.0, "rougeL": 30.0}
 
 
@@ -48,6 +50,8 @@ def test_long_summaries_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "SUMMARY_WORDS", 2)
     study.prepare(tmp_path, "wiki_lead", tmp_path / "tables")
     assert [*pandas.read_json(tmp_path / "tables" / "train.jsonl", lines=True)["summary"]] == ["one two"]
+    with pytest.raises(UserError, match=r"no file .*scisummnet.*train\.parquet.* --data"):
+        study.prepare(tmp_path, "scisummnet", tmp_path / "others")
 
 
 def test_tables_hold_every_system_beside_the_lead():
