@@ -1,5 +1,6 @@
 """Ways to turn texts into vectors: conversions in one pass, their source on windows, and what needs no encoder."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -68,9 +69,15 @@ class Reader:
         return lambda texts: self.read([text[: size - 2] for text in texts])
 
     def parts(self, texts: list[list[int]], size: int) -> list[Tensor]:
-        """Vectors (windows, d) of the successive windows of each text, of at most `size` tokens, ends included."""
-        room = size - 2
-        parts = [[text[at : at + room] for at in range(0, max(1, len(text)), room)] for text in texts]
+        """Vectors (windows, d) of the fewest windows of each text that hold `size` tokens, ends included.
+
+        They are equally long, up to a token: a short rest would count as much as a whole window in their mean.
+        """
+        counts = [max(1, math.ceil(len(text) / (size - 2))) for text in texts]
+        parts = [
+            [part.tolist() for part in np.array_split(np.array(text, dtype=int), count)]
+            for text, count in zip(texts, counts, strict=True)
+        ]
         return list(self.read([part for each in parts for part in each]).split([len(each) for each in parts]))
 
     def windows(self, size: int) -> Embed:
@@ -124,7 +131,7 @@ def source_ways(source: Reader) -> dict[str, Contender]:
 
 
 def in_one_pass(documents: Reader, queries: Reader) -> Contender:
-    """A conversion that reads a text in one pass; one longer than it takes in successive passes, averaged."""
+    """A conversion that reads a text in one pass; one longer than it takes in equal passes, averaged."""
 
     def read(texts: list[list[int]]) -> Tensor:
         return documents.windows(documents.model.config.max_position_embeddings)(texts)

@@ -17,8 +17,7 @@ from luna_hf.scripting import markdown_table
 
 TEACHER, BAG, BM25, FLOAT32 = "teacher", "bag of word vectors", "BM25", "pytorch"
 WINDOWS = (128, 256)
-TASKS = ("race", "novels", "papers", "qmsum")  # whose mean is plotted
-SHOWN = ("race", "novels", "qmsum")  # plotted alone
+TASKS = ("race", "novels", "papers", "qmsum")  # plotted, with their mean
 # What the tables call the ways of `benchmarks/deployment.py`.
 DTYPES = {
     FLOAT32: "float32",
@@ -196,7 +195,7 @@ def mean_points(groups: Sequence[Sequence[Point]]) -> list[Point]:
 def plot(result: Result, scores: Result, path: Path) -> None:
     """Draw the scores of long texts against the seconds of a document, a panel for each task and one for their mean."""
     found = {task: task_points(result, scores, task) for task in TASKS}
-    groups = {f"{TITLES[t]}, {result['document_tokens'][t]:,.0f} tokens a document": found[t] for t in SHOWN}
+    groups = {f"{TITLES[t]}, {result['document_tokens'][t]:,.0f} tokens a document": found[t] for t in TASKS}
     # Without a score of a conversion a task would only remove others from the mean.
     judged = [task for task in TASKS if any(point.name in result["models"] for point in found[task])]
     if len(judged) > 1:

@@ -313,10 +313,10 @@ def rows_of_cards(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             found.setdefault((run["contender"], run["task"]), []).append(run)
     rows = []
     for (name, task), own in found.items():
-        metric = TASKS[task].metric
-        values = [run["scores"][metric] / 100 for run in own]
-        row = {"model": name, "task": task, "metric": metric, "split": TASKS[task].split, "values": values}
-        rows.append({**row, "baseline": name == "teacher"})
+        kind = TASKS[task]
+        values = [run["scores"][kind.metric] / 100 for run in own]
+        row = {"model": name, "task": task, "title": kind.title, "metric": kind.metric, "split": kind.split}
+        rows.append({**row, "values": values, "baseline": name == "teacher"})
     return rows
 
 

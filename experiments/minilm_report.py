@@ -18,14 +18,15 @@ def text(result: dict[str, Any]) -> str:
     """All tables that have results."""
     scores = result["scores"]
     own = {task: {name: one for name, one in found.items() if not is_shared(name)} for task, found in scores.items()}
+    hiding = [task for task, found in own.items() if any("places" in one for one in found.values())]
     tables = {
         "Short texts: correlation (STS, SICK), accuracy (Banking77, CLINC150, TREC) and nDCG@10, x 100": mean_table(
             own, SHORT
         ),
-        "Long texts: nDCG@10 x 100; for needle and passkey, how often the right text comes first": mean_table(
-            own, LONG
+        "Long texts: nDCG@10 x 100": mean_table(own, [task for task in LONG if task not in hiding]),
+        "How often, in percent, the right text comes first; also by its tokens, and by the place of the answer": hidden(
+            {task: own[task] for task in hiding}
         ),
-        "Needle and passkey by tokens, and by place of the answer": hidden(own),
         late_title(result): late(result),
         "Queries of one model, documents of the other": shared(scores),
     }
@@ -63,21 +64,22 @@ def mean_table(scores: dict[str, Any], tasks: Iterable[str]) -> str:
     return markdown_table(["", *(TITLES.get(task, task) for task in known), "mean"], rows) if rows else ""
 
 
-def hidden(scores: dict[str, Any]) -> str:
-    """Scores by the length of the documents, and by where the answer stands in them, averaged over the lengths."""
-    found = {task: own for task, own in scores.items() if any("places" in one for one in own.values())}
-    columns = [(task, split) for task, own in found.items() for split in next(iter(own.values()))["splits"]]
+def hidden(found: dict[str, Any]) -> str:
+    """Scores: of all documents, by their length, and by the place of the answer, averaged over the lengths."""
+    columns = [(task, "score") for task in found]
+    columns += [(task, split) for task, own in found.items() for split in next(iter(own.values()))["splits"]]
     columns += [(task, place) for task in found for place in PLACES]
 
     def value(one: dict[str, Any], column: str) -> str:
-        values = [own[column] for own in (one["splits"], *one["places"].values()) if column in own]
-        return f"{sum(values) / len(values):.0f}" if values else "-"
+        values = [own[column] for own in (one, one["splits"], *one["places"].values()) if column in own]
+        return f"{sum(values) / len(values):.1f}" if values else "-"
 
     rows = [
         [name, *(value(found[task][name], column) if name in found[task] else "-" for task, column in columns)]
         for name in names_in(found.values())
     ]
-    header = [f"{TITLES[task]}, {int(own):,}" if own.isdigit() else f"{TITLES[task]}, {own}" for task, own in columns]
+    names = [f", {int(own):,}" if own.isdigit() else "" if own == "score" else f", {own}" for _, own in columns]
+    header = [f"{TITLES[task]}{name}" for (task, _), name in zip(columns, names, strict=True)]
     return markdown_table(["", *header], rows) if rows else ""
 
 
@@ -130,11 +132,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def draw(axis: Any, title: str, values: dict[str, float]) -> None:
-    """Bars of one task, the best above; the axis starts near the worst."""
+    """Bars of one task, the best above."""
     names: Sequence[str] = sorted(values, key=values.__getitem__)
     colors = ["0.7" if name.startswith(_KINDS) else "tab:blue" for name in names]
     axis.barh(names, [values[name] for name in names], color=colors)
-    axis.set_xlim(max(0.0, min(values.values()) - 5), max(values.values()) + 1)
+    axis.set_xlim(0, 100)
     axis.set_title(title, fontsize=10)
     axis.tick_params(labelsize=7)
     plain(axis)

@@ -214,10 +214,10 @@ class Card:
         return f"{self.repository.partition('/')[0]}/{self.entry.base}"
 
     def published(self) -> list[tuple[Row, float]]:
-        """The scores of this model on data of the Hub: its own for a finetuned model, else medians over the seeds."""
+        """The scores of this model on data of the Hub: its own for a finetuned model, else means over the seeds."""
         if not self.entry.task:
             rows = [{"type": "text-classification", **row} for row in self.zoo.rows if row["model"] == self.name]
-            return [(row, statistics.median(row["values"])) for row in rows if "dataset" in row]
+            return [(row, statistics.mean(row["values"])) for row in rows if "dataset" in row]
         dataset = (self.entry.datasets or [self.entry.task])[0]
         shared = {"task": self.entry.task, "dataset": dataset, "type": KINDS[self.kind].pipeline}
         return [({**shared, "split": split, "metric": metric}, value) for split, metric, value in self.own_scores]
@@ -288,8 +288,8 @@ class Card:
         if recipe := self.checkpoint.stages[-1].recipe:
             sizes = ", ".join(map(str, recipe["teacher_windows"]))
             found += (
-                f"\n\nHeld-out texts. Up to {recipe['teacher_longest']} tokens, the source reads a text as it is; of a "
-                f"longer one, the mean of its windows of {sizes} tokens counts."
+                f"\n\nHeld-out texts. Up to {recipe['teacher_longest']} tokens, the source reads a text as it is; for "
+                f"longer texts, the reference is the mean of its windows of {sizes} tokens."
             )
         return found
 
@@ -312,9 +312,11 @@ class Card:
             for name in dict.fromkeys([model, self.entry.twin, *baselines])
             if any((name, *key) in scores for key in own)
         ]
-        lines = [[*key[:2], *(_spread(scores.get((name, *key), [])) for name in models)] for key in own]
+        titles = {row["task"]: row.get("title", row["task"]) for row in rows}
+        lines = [[titles[key[0]], key[1], *(_spread(scores.get((name, *key), [])) for name in models)] for key in own]
         scores_table = table(["finetuned on", "metric", *(f"`{name}`" for name in models)], lines)
-        return f"{scores_table}\n\nMedian over the seeds of finetuning, and their range."
+        note = " The teacher is the source of the conversion, finetuned alike." if "teacher" in models else ""
+        return f"{scores_table}\n\nMean over the seeds of finetuning, and their standard deviation.{note}"
 
     def _samples(self) -> str:
         """The most probable tokens at a mask, or a continuation, as `golden.json` has them."""
@@ -374,10 +376,10 @@ class Card:
 
 
 def _spread(values: list[float]) -> str:
-    """Their median and range."""
+    """Their mean and standard deviation."""
     if len(values) < 2:
         return "".join(f"{value:.3f}" for value in values)
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
 
 
 def main(words: Sequence[str] | None = None) -> int:

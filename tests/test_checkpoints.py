@@ -20,6 +20,7 @@ from transformers.utils import is_flash_attn_2_available
 from luna_hf import FAMILIES
 
 COMMITTED = list(Zoo().checkpoints)
+ADAPTERS = [name for name in COMMITTED if (ROOT / "checkpoints" / name / "adapter_config.json").is_file()]
 # Relative to the largest value of a case, or to 0.1. float32: sums in another order. bfloat16 has 8 bits.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 every = pytest.mark.parametrize("name", [*ENTRIES, *COMMITTED])
@@ -85,6 +86,22 @@ def test_the_repositorys_folders_load_without_the_package(tmp_path):
         model = getattr(transformers, autos[folder]).from_pretrained(folder).eval()
         ids = torch.arange(5, 45).view(1, 1, 40) if "Choice" in autos[folder] else torch.arange(5, 45)[None]
         torch.testing.assert_close(model(ids)[0].flatten()[:50], found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_merge_as_docs_adapters_says(name, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder = ROOT / "checkpoints" / name
+    own, tokenizer = golden.load(folder)
+    config = AutoConfig.from_pretrained(folder)
+    source = ROOT / json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    base = type(own).from_pretrained(source, config=config)
+    merged = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    loaded, inputs = type(own).from_pretrained(tmp_path), tokenizer("A text to classify.", return_tensors="pt")
+    assert loaded.config.id2label == own.config.id2label
+    torch.testing.assert_close(loaded(**inputs).logits, own.eval()(**inputs).logits, atol=1e-4, rtol=1e-4)
 
 
 @every

@@ -146,6 +146,7 @@ def test_a_plain_source(name, auto, own, sources, tmp_path, capsys):
     assert (config.max_position_embeddings, config.position_period) == (MAX_LENGTH, LONGEST)
     assert (config.local_window, config.num_selected_tokens, config.memory_size) == (8, 8, 4)
     assert config.memory_control == "compressive" and config.num_selection_queries == 32
+    assert config.sep_token_id == AutoTokenizer.from_pretrained(tmp_path / "out").sep_token_id > 0
     assert "Nothing has been measured" in (tmp_path / "out" / "README.md").read_text()
 
 

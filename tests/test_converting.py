@@ -275,6 +275,7 @@ def test_a_sentence_folder_becomes_one_again(tmp_path):
     text = " ".join(WORDS * 18)
     assert encoder.max_seq_length == 200
     model, tokenizer = AutoModel.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    assert model.config.sep_token_id == tokenizer.sep_token_id > 0
     states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state
     assert states.shape[1] == 146
     torch.testing.assert_close(

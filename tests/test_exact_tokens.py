@@ -387,6 +387,12 @@ def test_what_heads_mark_by_default():
     assert marks_of("span", ids=ids, max_global_tokens=5).nonzero().tolist() == [[0, 0], [1, 0]]
 
 
+def test_a_question_without_an_end_is_reported(caplog):
+    """Sources such as DistilBERT have neither token types nor, in their config, a separator."""
+    marks = marks_of("span", ids=random_ids(1, 20).clamp(min=3), eos_token_id=None)
+    assert marks.nonzero().tolist() == [[0, 0]] and "sep_token_id" in caplog.text
+
+
 @families
 @torch.no_grad()
 def test_models_of_the_papers_mark_nothing_by_default(family):

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 
 import late_chunking
 import minilm
@@ -55,10 +56,14 @@ def write(path, **columns):
 
 def test_windows_are_averaged_and_the_best_one_counts(reader):
     ids = reader.ids(TEXTS)
-    parts = [reader.read([text[at : at + 6] for at in range(0, len(text), 6)]) for text in ids]
+    assert [len(text) for text in ids] == [3, 9, 20, 9]
+    bounds = [[0, 3], [0, 5, 9], [0, 5, 10, 15, 20], [0, 5, 9]]  # windows of 6 tokens and two ends, equally long
+    parts = [
+        reader.read([text[first:last] for first, last in pairwise(own)]) for text, own in zip(ids, bounds, strict=True)
+    ]
     means = normalize(torch.stack([part.mean(0) for part in parts]), dim=-1)
     torch.testing.assert_close(reader.windows(8)(ids), means)
-    torch.testing.assert_close(reader.cut(8)(ids), torch.stack([part[0] for part in parts]))
+    torch.testing.assert_close(reader.cut(8)(ids), reader.read([text[:6] for text in ids]))
     best = minilm_contenders.similarity(means[:2], reader.best_window(8)(ids))
     torch.testing.assert_close(best[1, 2], (parts[2] @ means[1]).max())
     table = reader.model.get_input_embeddings().weight
@@ -68,10 +73,10 @@ def test_windows_are_averaged_and_the_best_one_counts(reader):
     assert not reader.known
 
 
-def test_long_texts_are_read_in_successive_passes(conversion):
-    ids = [conversion.ids(TEXTS)[2] * 4]
+def test_long_texts_are_read_in_equal_passes(conversion):
+    ids = [conversion.ids(TEXTS)[2] * 4]  # 80 tokens; a pass takes 58
     own = minilm_contenders.in_one_pass(conversion, conversion)
-    parts = conversion.read([ids[0][:58], ids[0][58:]])
+    parts = conversion.read([ids[0][:40], ids[0][40:]])
     torch.testing.assert_close(own.documents(ids)[0], normalize(parts.mean(0), dim=0))
 
 
@@ -120,6 +125,27 @@ def test_a_span_is_the_mean_of_its_states(conversion):
     found = embed_spans(model, tokenizer, text, spans)
     torch.testing.assert_close(found, normalize(torch.stack(expected), dim=-1))
     assert embed_spans(model, tokenizer, text, []).shape == (0, 32)
+    torch.testing.assert_close(embed_spans(model, tokenizer, text, iter(torch.tensor(spans))), found)
+
+
+def test_a_prompt_stands_before_the_document_and_before_each_passage(conversion):
+    model, tokenizer = conversion.model, conversion.tokenizer
+    text, prompt, spans = "the token packed", "in turn ", [(0, 9), (4, 16)]
+    after = [(start + len(prompt), end + len(prompt)) for start, end in spans]
+    expected = embed_spans(model, tokenizer, prompt + text, after)
+    torch.testing.assert_close(embed_spans(model, tokenizer, text, spans, prompt=prompt), expected)
+    alone = conversion.read(conversion.ids([prompt + text[start:end] for start, end in spans]))
+    both = embed_spans(model, tokenizer, text, spans, alone=True, prompt=prompt)
+    torch.testing.assert_close(both, normalize(expected + alone, dim=-1))
+
+
+def test_what_would_embed_silently_wrong_is_refused(conversion):
+    with pytest.raises(TypeError, match="list, not a string"):
+        embed_spans(conversion.model, conversion.tokenizer, ["the turn"], [(0, 3)])
+    conversion.model.train()
+    with pytest.raises(ValueError, match="training mode"):
+        embed_spans(conversion.model, conversion.tokenizer, "the turn", [(0, 3)])
+    conversion.model.eval()
 
 
 @pytest.mark.parametrize(
@@ -247,10 +273,10 @@ def test_report(tmp_path):
     text = path.with_suffix(".md").read_text()
     for row in (
         "| teacher, cut at 256 | 72.37 | 72.37 |",
-        "| abc | 81.00 | 50.00 | 65.50 |",
-        "| teacher, cut at 256 | 80.00 | - | - |",
+        "| abc | 81.00 | 81.00 |",
+        "| teacher, cut at 256 | 80.00 | 80.00 |",
         "| abc, queries of the teacher | 79.00 |",
-        "| abc | 60 | 40 | - | - | 30 |",
+        "| abc | 50.0 | 60.0 | 40.0 | - | - | 30.0 |",
         "| abc, late chunking | 70.00 | 60.50 | 71.00 |",
         "| abc | 50.17 | 50.17 |",
     ):

@@ -17,34 +17,43 @@ def embed_spans(
     text: str,
     spans: Sequence[tuple[int, int]],
     alone: bool = False,
+    prompt: str = "",
 ) -> Tensor:
     """Read a text in one pass, and average the states of each span.
 
     Args:
-        model: an encoder of `AutoModel`, in evaluation mode, whose embeddings are means of its states.
+        model: an encoder of `AutoModel`, in evaluation mode. Its embeddings are normalised means of its states, without
+            further modules such as `Dense`.
         tokenizer: its tokenizer, with offsets (every `tokenizer.json` has them).
         text: the document.
         spans: of each passage, the place of its first character and that after its last. They may overlap.
         alone: also embed each span by itself, and return the normalised sums of both vectors. Searches find more: what
             a passage says is clearer alone, and what it is about in context. Every token is read twice.
+        prompt: what the model expects before a document, such as E5's "passage: ".
 
     Returns:
         (spans, d) normalised vectors in float32, in the order of the spans. They can be compared with the embedding of
         a query by the same model.
 
     Raises:
-        ValueError: The text is too long for the model, a span holds no token or is not inside the text, or the
-            tokenizer has no offsets.
+        TypeError: `text` is not one string.
+        ValueError: The text is too long for the model, a span holds no token or is not inside the text, the tokenizer
+            has no offsets, or the model is in training mode.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"`text` is {type(text).__name__}, not a string: call `embed_spans` once for each document.")
+    if model.training:
+        raise ValueError("The model is in training mode, whose dropout changes its vectors: call `model.eval()` first.")
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} does not tell where its tokens stand: save it as tokenizer.json.")
-    encoded = tokenizer(text, truncation=False, padding=False, return_offsets_mapping=True, verbose=False)
+    spans = [(int(start), int(end)) for start, end in spans]
+    encoded = tokenizer(prompt + text, truncation=False, padding=False, return_offsets_mapping=True, verbose=False)
     ids, longest = encoded["input_ids"], model.config.max_position_embeddings
     if len(ids) > longest:
         raise ValueError(f"The text has {len(ids):,} tokens, but the model takes {longest:,}: split it into parts.")
     # Special tokens stand nowhere: their offsets are equal.
-    starts, ends = torch.tensor(encoded["offset_mapping"]).unbind(1)
-    first, last = torch.tensor([*spans], dtype=torch.long).reshape(-1, 2, 1).unbind(1)
+    starts, ends = (torch.tensor(encoded["offset_mapping"]) - len(prompt)).unbind(1)
+    first, last = torch.tensor(spans, dtype=torch.long).reshape(-1, 2, 1).unbind(1)
     held = ((starts < last) & (ends > first) & (ends > starts)).float()
     for (start, end), number in zip(spans, held.sum(1).tolist(), strict=True):
         if not 0 <= start < end <= len(text):
@@ -54,7 +63,9 @@ def embed_spans(
     row = torch.tensor([ids], device=model.device)
     states = model(input_ids=row, attention_mask=torch.ones_like(row)).last_hidden_state[0].float()
     vectors = normalize(held.to(states.device) @ states, dim=-1)
-    return normalize(vectors + _embed(model, tokenizer, [text[a:b] for a, b in spans]), dim=-1) if alone else vectors
+    if not alone:
+        return vectors
+    return normalize(vectors + _embed(model, tokenizer, [prompt + text[a:b] for a, b in spans]), dim=-1)
 
 
 def _embed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Tensor:

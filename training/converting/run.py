@@ -74,6 +74,7 @@ class Conversion(Run):
         self.made = make_pair(recipe, self.sentences.pooling if self.sentences else "mean", self.frame)
         self.pair = self.made.pair
         make_plain(self.tokenizer, self.pair.student.config.max_position_embeddings)
+        self.pair.student.config.sep_token_id = self.tokenizer.sep_token_id  # ends a question, which heads mark
         self.corpora = [open_corpus(recipe)]
         if recipe.sentences:
             self.corpora.append(open_corpus(dataclasses.replace(recipe, data=recipe.sentences, validation="")))

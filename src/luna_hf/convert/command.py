@@ -234,6 +234,7 @@ def save(folder: Path, source: Source, model: PreTrainedModel) -> None:
     """Write weights, config, code and tokenizer, and what sentence-transformers needs."""
     longest = model.config.max_position_embeddings
     make_plain(source.tokenizer, longest)
+    model.config.sep_token_id = source.tokenizer.sep_token_id  # ends a question, which heads mark
     model.save_pretrained(folder)
     source.tokenizer.save_pretrained(folder)
     if source.sentences:

@@ -136,6 +136,8 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
                 this class, an adapter is for another head, or a keyword is no field of the config.
         """
         source, kwargs, adapter = base_of_adapter(cls, pretrained_model_name_or_path, kwargs)
+        config = kwargs.get("config")  # which the Auto classes read from the source, too
+        is_own = not isinstance(config, PreTrainedConfig) or config.name_or_path == str(source)
         verbosity = logging.get_verbosity()
         if source is not pretrained_model_name_or_path:
             logging.set_verbosity_error()  # transformers would call the head new, which the adapter holds
@@ -152,13 +154,18 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         finally:
             logging.set_verbosity(verbosity)
         if source is not None:
-            model.refuse_random(source, set(info["missing_keys"]))
+            model.refuse_random(source, set(info["missing_keys"]), is_own)
         if adapter:
             refuse_random_head(model, source, adapter, kwargs)
         return (model, info) if output_loading_info else model
 
-    def refuse_random(self, source: str | os.PathLike, missing: set[str]) -> None:
+    def refuse_random(self, source: str | os.PathLike, missing: set[str], is_own: bool) -> None:
         """Refuse a model whose base, or whose head as the checkpoint names it, lacks all weights.
+
+        Args:
+            source: what it was loaded from.
+            missing: the names of its weights that the source lacks.
+            is_own: whether its config is the source's, rather than that of an adapter that holds the head.
 
         Raises:
             ValueError: Such a model.
@@ -170,7 +177,7 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         if base <= missing:
             held = f"{' and '.join(stored)}, which its own Auto class loads" if stored else "another model"
             raise ValueError(f"{source} has no weights of {name}, which would be random: it holds {held}.")
-        if name in stored and names - base and names - base <= missing:
+        if is_own and name in stored and names - base and names - base <= missing:
             raise ValueError(
                 f"{source} has no weights of the head of {name}, although its config.json names this class "
                 "(`architectures`). Save the whole model again, or correct that name to train a new head."

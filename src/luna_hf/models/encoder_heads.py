@@ -26,7 +26,7 @@ from transformers.modeling_outputs import (
     TokenClassifierOutput,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
 
 from ..configuration import BoundedMemoryConfig
@@ -255,6 +255,11 @@ class EncoderHeadMixin(HeadMixin):
         end = self.config.eos_token_id if self.config.sep_token_id is None else self.config.sep_token_id
         ends = [input_ids == end] if input_ids is not None and isinstance(end, int) else []
         ends += [] if token_type_ids is None else [token_type_ids != 0]
+        if not ends and not torch.compiler.is_compiling():
+            logging.get_logger(__name__).warning_once(
+                "The model cannot tell where the question ends, and marks its first token alone: set "
+                "`model.config.sep_token_id` to the tokenizer's, or pass `token_type_ids`."
+            )
         return reduce(torch.logical_or, ends) if ends else None
 
 
