@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +25,7 @@ from translation.latency import (
 from translation.pairs import EncodedPairs, Order, updates
 
 from luna_hf import MemoryCache
-from luna_hf.simultaneous import Policy, ReadAll, SimultaneousTranslator, TranslationStream, WaitK
+from luna_hf.simultaneous import Policy, ReadAll, SimultaneousTranslator, TranslationStream, WaitK, finished_words
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 LENGTHS = (9, 14, 4)
@@ -37,8 +39,24 @@ class Pairwise(Policy):
         return 2 * written + 2
 
 
-def make(family, ends=ENDS):
-    model = tiny_seq2seq_model(family, source_is_causal=True).double()
+class Constant(Policy):
+    """A wrong policy: it returns `found` of what has been written."""
+
+    def __init__(self, found):
+        self.needed = found
+
+
+@torch.no_grad()
+def make(family, ends=ENDS, **fields):
+    """A model whose translations are varied, and depend on what has been read of the source."""
+    model = tiny_seq2seq_model(family, source_is_causal=True, tie_word_embeddings=False, **fields).double()
+    for name, weight in model.named_parameters():
+        if "embeddings" in name and weight.ndim == 2:
+            weight.normal_(std=2.0 if "position" in name else 1.0)
+        elif weight.ndim == 2:
+            weight.normal_(std=1.6 / weight.shape[1] ** 0.5)
+        elif "bias" in name:
+            weight.zero_()
     model.generation_config.eos_token_id = ends
     return model
 
@@ -51,8 +69,30 @@ def test_policies():
     assert WaitK(2).visible(lengths, 5).tolist() == [[2, 3, 3, 3, 3], [2, 3, 4, 5, 6]]
     assert ReadAll().visible(lengths, 2).tolist() == [[3, 3], [8, 8]]
     assert Pairwise().visible(lengths, 3).tolist() == [[2, 3, 3], [2, 4, 6]]
-    with refused("`k` is 0"):
-        WaitK(0)
+    for k in (0, 2.5):
+        with refused(f"`k` is {k}"):
+            WaitK(k)
+
+
+@torch.no_grad()
+def test_wrong_policies_are_refused_by_streams_and_by_generate():
+    model, ids = make("abc_memory", position_embedding_type="sinusoidal"), random_ids(1, 8)
+    wrong = {
+        "round them": lambda written: 1.5 * written + 1,
+        "full_like": lambda _: 3,
+        "shape": lambda _: torch.tensor([3]),
+        "may not fall": lambda written: 9 - written,
+    }
+    for named, found in wrong.items():
+        for use in (TranslationStream, lambda model, policy: model.generate(ids, policy=policy, max_new_tokens=3)):
+            with pytest.raises((TypeError, ValueError), match=named):
+                use(model, Constant(found))
+    with pytest.raises(TypeError, match="3 is no policy"):
+        TranslationStream(model, 3)
+    stream = TranslationStream(model, Constant(lambda written: torch.full_like(written, 3)), max_new_tokens=5)
+    stream.read(ids)
+    with refused("must grow"):
+        stream.write()
 
 
 # ---- streams of tokens ----
@@ -65,6 +105,8 @@ def test_a_stream_writes_what_generate_does(family, policy):
     """Three streams at once; and no translation ends before its source."""
     model, batch = make(family), padded_batch(list(LENGTHS))
     made = model.generate(**batch, policy=policy, max_new_tokens=14, num_beams=1)[:, 1:]
+    others = model.generate(**batch, policy=WaitK(2), max_new_tokens=14, num_beams=1)[:, 1:]
+    assert not torch.equal(made, others) and len(made.unique()) > 1
     stream, parts = TranslationStream(model, policy, 3, max_new_tokens=20), []
     for place in range(max(LENGTHS)):
         column = slice(place, place + 1)
@@ -91,6 +133,7 @@ def test_beams_follow_a_policy(family):
     plain = model.generate(**batch, **options)
     assert torch.equal(model.generate(**batch, policy=ReadAll(), **options), plain)
     made = model.generate(**batch, policy=WaitK(2), **options)
+    assert not torch.equal(made, plain)
     for row, length in enumerate(LENGTHS):
         alone = model.generate(batch["input_ids"][row : row + 1, :length], policy=WaitK(2), **options)[0]
         assert made[row, : len(alone)].tolist() == alone.tolist()
@@ -115,8 +158,13 @@ def test_a_saved_stream_goes_on(family, tmp_path):
     with refused("no tensor"):
         MemoryCache(model.config).load_state_dict({"layers.9.key": torch.zeros(1)})
     whole = MemoryCache(tiny_seq2seq_model(family).config)
-    with refused("causal source"):
-        whole.load_state_dict(stream.cache.state_dict())
+    state = stream.cache.state_dict()
+    with refused("another model"):
+        whole.load_state_dict(state)
+    with refused("not all of them"):
+        MemoryCache(model.config).load_state_dict({name: state[name] for name in list(state)[1:]})
+    with refused("causal source"):  # a state of an earlier version
+        whole.load_state_dict({name: tensor for name, tensor in state.items() if name != "made_for"})
 
 
 @torch.no_grad()
@@ -158,6 +206,13 @@ def test_generate_goes_on_only_with_the_source_that_was_read():
             model.generate(other, cache=copy.deepcopy(cache), max_new_tokens=5)
     with refused("Leave `cache` out"):
         model.generate(ids, cache=cache, policy=WaitK(2))
+    states = model.base_model.encoder(ids)
+    for source in ({"inputs_embeds": model.get_input_embeddings()(ids)}, {"encoder_outputs": states}):
+        with refused("`input_ids`"):
+            model.generate(**source, cache=copy.deepcopy(cache), max_new_tokens=5)
+    partly = model.generate(ids, policy=WaitK(2), max_new_tokens=3, return_dict_in_generate=True)
+    with refused("only a part"):
+        model.generate(ids, cache=partly.cache, decoder_input_ids=partly.sequences, max_new_tokens=5)
     made = model.generate(ids, policy=WaitK(2), max_new_tokens=9, return_dict_in_generate=True)
     whole = tiny_seq2seq_model("abc_memory")
     written = MemoryCache(whole.config)
@@ -165,6 +220,35 @@ def test_generate_goes_on_only_with_the_source_that_was_read():
     for one, own in ((model, made.cache), (whole, written)):
         with refused("another source"):
             one.generate(ids.roll(1), cache=own, max_new_tokens=5)
+
+
+@torch.no_grad()
+def test_a_policy_with_other_inputs_and_a_forced_end():
+    model, ids = make("luna"), random_ids(1, 12)
+    options = {"policy": WaitK(2), "num_beams": 1, "max_new_tokens": 5}
+    made = model.generate(ids, **options)
+    for source in (
+        {"inputs_embeds": model.get_input_embeddings()(ids)},
+        {"encoder_outputs": model.base_model.encoder(ids)},
+    ):
+        assert torch.equal(model.generate(**source, **options), made)
+    forced = model.generate(ids, **options, forced_eos_token_id=3)
+    assert forced[0, -1] == 3 and torch.equal(forced[:, :-1], made[:, :-1])
+
+
+@torch.no_grad()
+def test_rows_without_tokens():
+    stream = TranslationStream(make("luna"), WaitK(2), 3, max_new_tokens=4)
+    stream.read(torch.empty(3, 0, dtype=torch.long))
+    stream.read(random_ids(3, 4), torch.tensor([[1] * 4, [0] * 4, [1] * 4]))
+    for wrong in (torch.tensor([0, 2]), torch.tensor([1, 1, 0]), torch.tensor(True)):
+        with refused("boolean mask"):
+            stream.end(wrong)
+    stream.end()
+    stream.write()
+    assert stream.done.all() and stream.written[1] == 0
+    with refused("`max_new_tokens` is 0"):
+        TranslationStream(make("luna"), WaitK(2), max_new_tokens=0)
 
 
 # ---- streams of text ----
@@ -193,11 +277,30 @@ def test_text_in_pieces_of_any_size(run):
         assert "".join(pieces) == expected
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     assert list(translator.stream([tokens[:3], tokens[3:]], max_new_tokens=20)) == pieces
+    assert list(translator.stream([text[:7], tokenizer(text[7:], add_special_tokens=False).input_ids], 20)) == pieces
+    for wrong, error in ((b"two dogs", TypeError), (tokenizer(text).input_ids, ValueError)):
+        with pytest.raises(error, match="chunk"):
+            list(translator.stream([wrong]))
     for nothing in ([], ["", " "]):
         with refused("empty"):
             list(translator.stream(nothing))
     first = next(iter(translator.stream(endless())))
     assert first.strip()
+
+
+def test_words_are_finished_by_the_space_behind_them():
+    for text in ("two  dogs\n run", " two", "two ", " \t", "", "a b" * 9):
+        whole = "".join(re.findall(r"\s*\S+(?=\s)", text))
+        for size in (1, 2, 50):
+            done, rest = "", ""
+            for place in range(0, len(text), size):
+                new, rest = finished_words(rest, text[place : place + size])
+                done += new
+            assert (done, done + rest) == (whole, text)
+    start, rest = time.process_time(), ""
+    for letter in "x" * 20_000:
+        rest = finished_words(rest, letter)[1]
+    assert time.process_time() - start < 2
 
 
 def test_the_example_prints_words_as_they_arrive(run, capsys):

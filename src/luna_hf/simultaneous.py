@@ -8,7 +8,6 @@ The model is an encoder-decoder with `source_is_causal=True`. Its state has cons
 source and of the translation. A *policy* decides when a token is written (Ma et al. 2019, "STACL", arXiv 1810.08398).
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .layers.cache import MemoryCache
-from .models.policy import visible
+from .models.policy import needed, visible
 
 _COUNTS = ("last", "read_tokens", "written", "late", "ended", "done")
-_WORD = re.compile(r"\s*\S+(?=\s)")
+# Default of the tokens that are written at most after the end of a source; and more than a policy may ever write ahead.
+_MOST, _MANY = 200, 2**20
 
 
 class Policy:
@@ -30,7 +30,11 @@ class Policy:
         """Return how many source tokens must be read before a target token is written, unless the source has ended.
 
         Args:
-            written: long, of any shape: number of target tokens written before it. More tokens may not need fewer.
+            written: long, of any shape: number of target tokens written before it.
+
+        Returns:
+            Integers of the same shape. They may not fall as `written` grows, and must grow in the long run: a source
+            is not read to its end otherwise.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement `needed`.")
 
@@ -44,14 +48,14 @@ class WaitK(Policy):
     """Read `k` tokens, then write and read in turn (Ma et al. 2019, section 3.1).
 
     Raises:
-        ValueError: `k` is below 1.
+        ValueError: `k` is no integer of at least 1.
     """
 
     k: int
 
     def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"`k` is {self.k}, but a policy must read at least 1 token before it writes.")
+        if not isinstance(self.k, int) or self.k < 1:
+            raise ValueError(f"`k` is {self.k}, but it must be an integer of at least 1.")
 
     def needed(self, written: Tensor) -> Tensor:
         """Like `Policy.needed`."""
@@ -78,7 +82,8 @@ class TranslationStream:
             model's `generation_config`, or 200.
 
     Raises:
-        ValueError: The model reads its source whole.
+        TypeError: `policy` is no policy, or a wrong one.
+        ValueError: The model reads its source whole, the policy is wrong, or `max_new_tokens` is below 1.
     """
 
     def __init__(
@@ -91,12 +96,16 @@ class TranslationStream:
         self.model, self.policy, self.cache = model, policy, MemoryCache(model.config)
         config, ends = model.config, model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        self.most = max_new_tokens or model.generation_config.max_new_tokens or 200
+        limits = (max_new_tokens, model.generation_config.max_new_tokens, _MOST)
+        self.most = next(limit for limit in limits if limit is not None)
+        if self.most < 1:
+            raise ValueError(f"`max_new_tokens` is {self.most}, but a translation has at least 1 token.")
         start, new = config.decoder_start_token_id, {"device": model.device}
         self.last = torch.full((rows, 1), start, **new)  # the newest target token
         # Source tokens, target tokens, and the latter since the end of the source.
         self.read_tokens, self.written, self.late = torch.zeros(3, rows, dtype=torch.long, **new)
         self.ended, self.done = torch.zeros(2, rows, dtype=torch.bool, **new)
+        needed(policy, self.written)  # refuses a wrong policy before the first token
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole state by name, of constant size; `safetensors.torch.save_file` saves it."""
@@ -116,30 +125,48 @@ class TranslationStream:
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
-        """Read more source tokens (b, s); 0 in the mask marks rows that wait.
+        """Read more source tokens (b, s), if there are any; 0 in the mask marks rows that wait.
 
         Raises:
             ValueError: A shape is wrong, or a source goes on after its end.
         """
         keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if not keep.any():
+            return
         if ((keep != 0).any(1) & self.ended).any():
             raise ValueError("A source has ended and cannot go on. Start another stream.")
         self.model.base_model.write_source(self.cache, input_ids, keep)
         self.read_tokens = self.read_tokens + (keep != 0).sum(1)
 
     def end(self, rows: Tensor | None = None) -> None:
-        """Mark the end of all sources, or of those of a mask (b,), which are then translated to the end."""
-        self.ended = torch.ones_like(self.ended) if rows is None else self.ended | rows
+        """Mark the end of all sources, or of those of a boolean mask (b,), which are then translated to the end.
+
+        A source that ends before its first token has no translation.
+
+        Raises:
+            ValueError: The mask has another shape, or is not boolean.
+        """
+        rows = torch.ones_like(self.ended) if rows is None else rows.to(self.ended.device)
+        if rows.dtype != torch.bool or rows.shape != self.ended.shape:
+            raise ValueError(f"`rows` must be a boolean mask of shape {tuple(self.ended.shape)}.")
+        self.ended = self.ended | rows
+        self.done = self.done | (self.ended & (self.read_tokens == 0))
 
     def ready(self) -> Tensor:
         """Return which rows may write a token, (b,)."""
-        may = self.ended | (self.read_tokens >= self.policy.needed(self.written))
+        may = self.ended | (self.read_tokens >= needed(self.policy, self.written))
         return may & ~self.done & (self.read_tokens > 0)
 
     @torch.no_grad()
     def write(self) -> Tensor:
-        """Write as many tokens as the policy allows: (b, n), padded where a row writes fewer."""
+        """Write as many tokens as the policy allows: (b, n), padded where a row writes fewer.
+
+        Raises:
+            ValueError: The policy would write without end before the source has ended.
+        """
         columns, padding = [], self.model.config.pad_token_id
+        if (~self.done & ~self.ended & (needed(self.policy, self.written + _MANY) <= self.read_tokens)).any():
+            raise ValueError(f"{type(self.policy).__name__} never reads on: `needed` must grow with `written`.")
         while (ready := self.ready()).any():
             target = {"decoder_input_ids": self.last, "decoder_attention_mask": ready[:, None].long()}
             logits = self.model(**target, cache=self.cache).logits[:, -1]
@@ -174,18 +201,23 @@ class SimultaneousTranslator:
             max_new_tokens: see `TranslationStream`.
 
         Raises:
-            ValueError: The source is empty.
+            TypeError: A chunk is bytes.
+            ValueError: The source is empty, or ids contain a token that ends it.
         """
         stream = TranslationStream(self.model, self.policy, 1, max_new_tokens)
         first, last = self.special_tokens()
         text, word = "", list[int]()
         yield from self.translate(stream, first, word)
         for chunk in chunks:
-            ids = chunk
             if isinstance(chunk, str):
-                text += chunk
-                whole = "".join(_WORD.findall(text))  # what follows may still change the last word's tokens
-                text, ids = text[len(whole) :], self.encode(whole)
+                whole, text = finished_words(text, chunk)
+                ids = self.encode(whole)
+            elif isinstance(chunk, bytes):
+                raise TypeError("A chunk is bytes, not text: decode it with an incremental decoder of `codecs`.")
+            else:
+                ids, text = [*self.encode(text), *chunk], ""
+            if {*first, *last} & {*ids}:
+                raise ValueError("A chunk of ids contains a special token of the source's ends: leave these out.")
             yield from self.translate(stream, ids, word)
         ids = self.encode(text.rstrip())
         if not ids and stream.read_tokens.item() == len(first):
@@ -225,3 +257,13 @@ class SimultaneousTranslator:
         special, found = ids["special_tokens_mask"], ids["input_ids"]
         first = special.index(0)
         return found[:first], found[len(special) - special[::-1].index(0) :]
+
+
+def finished_words(text: str, chunk: str) -> tuple[str, str]:
+    """Split a text that goes on with a chunk: what cannot change any more, and its last word, which may go on."""
+    text += chunk
+    if not any(map(str.isspace, chunk)):
+        return "", text
+    last = "" if text[-1].isspace() else text.split()[-1]
+    whole = text[: len(text) - len(last)].rstrip()
+    return whole, text[len(whole) :]

@@ -1,5 +1,8 @@
 """The decoding state of causal models: a transformers `Cache` of constant size."""
 
+import json
+import zlib
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -8,6 +11,8 @@ from transformers.utils import is_torchdynamo_compiling
 
 # States within that of a decoder.
 _PARTS = ("source", "written")
+# Name of the saved tensor that tells which models can load a state.
+_MADE_FOR = "made_for"
 # Prefix of the names of what a decoder keeps of the source.
 SOURCE = "source_"
 
@@ -230,7 +235,7 @@ class MemoryCache(Cache):
         for name in _PARTS:
             part = getattr(self, name)
             found |= {} if part is None else {f"{name}.{key}": state for key, state in part.state_dict().items()}
-        return found
+        return {**found, _MADE_FOR: self._fingerprint(len(found))}
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Replace the state by that of `state_dict`, of the same model.
@@ -239,6 +244,10 @@ class MemoryCache(Cache):
             ValueError: The tensors are no state of the model.
         """
         self.reset()
+        tensors = dict(tensors)
+        made_for = tensors.pop(_MADE_FOR, None)  # states of earlier versions have none
+        if made_for is not None and not torch.equal(made_for.cpu(), self._fingerprint(len(tensors))):
+            raise ValueError("The tensors are the state of another model, or not all of them. Load it with that model.")
         for name, tensor in tensors.items():
             first, *others = name.split(".")
             if first in _PARTS:
@@ -256,6 +265,11 @@ class MemoryCache(Cache):
                 part = MemoryCache(config)
                 part.load_state_dict(own)
                 setattr(self, name, part)
+
+    def _fingerprint(self, count: int) -> Tensor:
+        """A checksum of the fields that models must agree on to share a state, and the number of its tensors."""
+        fields = json.dumps(state_fields(self.made_for), sort_keys=True, default=str)
+        return torch.tensor([zlib.crc32(fields.encode()), count])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, for beam search."""

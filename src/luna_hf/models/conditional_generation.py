@@ -136,19 +136,22 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
                 raise ValueError("`policy` needs a model with `source_is_causal=True`, and `use_cache`.")
             if cache.has_source:
                 raise ValueError("With a `policy`, `generate` reads its source from the start. Leave `cache` out.")
+            if model_kwargs.get("attention_mask") is None:
+                model_kwargs["attention_mask"] = torch.ones(outputs[0].shape[:2], dtype=torch.long, device=self.device)
             if checksum is not None:
                 cache.note_source(checksum)
             return
         if cache is None:
             return
-        decoder = self.get_decoder()
+        decoder, mask = self.get_decoder(), model_kwargs.pop("attention_mask", None)
         if not decoder.open_cache(cache, False, cache.batch_size).has_source:
-            decoder.write_source(cache, outputs, model_kwargs.pop("attention_mask", None), outputs[0].shape[0])
+            decoder.write_source(cache, outputs, mask, outputs[0].shape[0])
             if checksum is not None:
                 cache.note_source(checksum)
-        written = cache.source_checksum
-        if checksum is not None and written is not None and not torch.equal(checksum, written.to(checksum.device)):
-            raise ValueError("The state in `cache` contains another source. Create a new state for this one.")
+        elif checksum is None:
+            raise ValueError("The state in `cache` has a source, which `generate` knows by its `input_ids`: pass them.")
+        else:
+            check_source(cache, checksum, mask)
         maps = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
         model_kwargs["encoder_outputs"] = BaseModelOutput(**maps)
 
@@ -159,7 +162,8 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         processors = super()._get_logits_processor(generation_config, *args, model_kwargs=model_kwargs, **kwargs)
         if (policy := model_kwargs.get("policy")) is not None:
             mask, ends = model_kwargs["attention_mask"], generation_config._eos_token_tensor
-            processors.append(EndAfterSource(policy, mask.sum(1), [] if ends is None else ends.tolist()))
+            # Before all others, so that an end can be forced where the tokens run out.
+            processors.insert(0, EndAfterSource(policy, mask.sum(1), [] if ends is None else ends.tolist()))
         return processors
 
     def prepare_inputs_for_generation(
@@ -174,3 +178,16 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
             for name in ("encoder_outputs", "attention_mask"):
                 inputs.pop(name, None)
         return inputs
+
+
+def check_source(cache: MemoryCache, checksum: Tensor, mask: Tensor) -> None:
+    """Refuse a state that has not read exactly the source with this checksum (b,) and this mask (b, s).
+
+    Raises:
+        ValueError: Such a state.
+    """
+    found, written = cache.source_checksum, None if cache.written is None else cache.written.tokens
+    if found is not None and not torch.equal(checksum, found.to(checksum.device)):
+        raise ValueError("The state in `cache` contains another source. Create a new state for this one.")
+    if written is not None and (written.to(mask.device) < mask.sum(1)).any():
+        raise ValueError("The state in `cache` has read only a part of the source. Create a new state for this one.")

@@ -136,8 +136,8 @@ class DecoderModelMixin(BaseModelMixin):
         limit, seen = self.config.longest_input(), 0 if context.cache is None else context.cache.get_seq_length()
         if seen + length > limit and context.lengths.max() > limit:
             raise ValueError(
-                f"The target has {context.lengths.max()} tokens, but the decoder has {limit} learned positions "
-                "(`max_position_embeddings`). Generate fewer tokens, or use a model with sinusoidal positions."
+                f"A text has {context.lengths.max()} tokens, but {type(self).__name__} has {limit} learned positions "
+                "(`max_position_embeddings`). Use fewer tokens, or a model with sinusoidal positions."
             )
 
     def rotation(self, positions: Tensor) -> Tensor | None:

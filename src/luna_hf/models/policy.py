@@ -32,10 +32,35 @@ class EndAfterSource(LogitsProcessor):
         return scores
 
 
+def needed(policy: Any, written: Tensor) -> Tensor:
+    """Ask a policy what it needs, and check the answer.
+
+    Args:
+        policy: see `EndAfterSource`.
+        written: see `luna_hf.simultaneous.Policy.needed`.
+
+    Raises:
+        TypeError: It is no policy, or does not return integers of the shape of `written`.
+        ValueError: It needs fewer tokens for a later target token.
+    """
+    if not hasattr(policy, "needed"):
+        raise TypeError(f"{policy!r} is no policy. Pass `WaitK(3)`, or another one of `luna_hf.simultaneous`.")
+    asked = torch.stack([written, written + 1])
+    found = policy.needed(asked)
+    if not isinstance(found, Tensor) or found.is_floating_point() or found.shape != asked.shape:
+        raise TypeError(
+            f"`needed` of {type(policy).__name__} must return integers in a tensor of the shape of `written`: round "
+            "them, or use `torch.full_like(written, ...)` for a constant."
+        )
+    if (found[1] < found[0]).any():
+        raise ValueError(f"`needed` of {type(policy).__name__} may not fall from one target token to the next.")
+    return found[0]
+
+
 def visible(policy: Any, lengths: Tensor, length: int) -> Tensor:
     """Return how many source tokens a policy has read before each target token: (b,) lengths to (b, length)."""
-    needed = policy.needed(torch.arange(length, device=lengths.device))
-    return torch.minimum(needed.expand(len(lengths), -1), lengths[:, None]).clamp(min=1)
+    found = needed(policy, torch.arange(length, device=lengths.device))
+    return torch.minimum(found.expand(len(lengths), -1), lengths[:, None]).clamp(min=1)
 
 
 def next_source(policy: Any, outputs: ModelOutput, mask: Tensor, length: int, cache: MemoryCache) -> dict[str, Any]:
