@@ -5,10 +5,12 @@ import json
 import pandas
 import pytest
 import train_translation
+from rouge_score.tokenizers import DefaultTokenizer
 from tiny_training import start
 from tiny_translation import RECIPES, arguments
 from translation.pairs import Pairs, encode_pairs
 from translation.scores import rouge
+from translation.words import UnicodeTokenizer
 
 from luna_hf.scripting import read_json
 
@@ -72,3 +74,30 @@ def test_rouge_by_hand():
     scores = {name: own["score"] for name, own in rouge(["the cat ran"], ["the cats sat"]).items()}
     assert scores == pytest.approx({"rouge1": 200 / 3, "rouge2": 50.0, "rougeL": 200 / 3})
     assert "rouge-score" in rouge(["a"], ["a"])["rouge1"]["signature"]
+
+
+ENGLISH = "The dogs' running-times (12.5%) weren't snake_case: flies, happily, 3rd generalization\nof A.I. & skis"
+
+
+def test_rouge_of_ascii_text_is_that_of_rouge_score():
+    assert UnicodeTokenizer().tokenize(ENGLISH) == DefaultTokenizer(use_stemmer=True).tokenize(ENGLISH)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Дом стоит.", ["дом", "стоит"]),
+        ("Ma\u0308nner", ["m\u00e4nner"]),
+        ("हिन्दी में", ["हिन्दी", "में"]),
+        ("ラーメンを2杯。", ["ラ", "ー", "メ", "ン", "を", "2", "杯"]),
+        ("한국어 문장", ["한국어", "문장"]),
+        ("ที่นี่", ["ที่", "นี่"]),
+    ],
+)
+def test_rouge_of_other_scripts(text, words):
+    assert UnicodeTokenizer().tokenize(text) == words
+    assert rouge([text], [text])["rouge1"]["score"] == 100
+
+
+def test_rouge_does_not_split_words_at_letters_with_accents():
+    assert rouge(["M nner"], ["Männer"])["rouge1"]["score"] == 0

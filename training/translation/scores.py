@@ -73,12 +73,15 @@ def score(written: list[str], references: list[str], task: str = "translation") 
 
 
 def rouge(written: list[str], references: list[str]) -> dict[str, Any]:
-    """ROUGE-1, ROUGE-2 and ROUGE-L (F, x 100), means over the texts, as rouge-score computes them."""
+    """ROUGE-1, ROUGE-2 and ROUGE-L (F, x 100), means over the texts, as rouge-score computes them, in any script."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer, names = RougeScorer([*METRICS["summarization"]], use_stemmer=True), METRICS["summarization"]
+    from translation.words import UnicodeTokenizer
+
+    names = METRICS["summarization"]
+    scorer = RougeScorer([*names], tokenizer=UnicodeTokenizer())
     rows = [scorer.score(reference, text) for reference, text in zip(references, written, strict=True)]
-    signature = f"rouge-score {version('rouge-score')}, with stemmer"
+    signature = f"rouge-score {version('rouge-score')}, with stemmer, Unicode words"
     means = {name: 100 * fmean(row[name].fmeasure for row in rows) for name in names}
     return {name: {"score": mean, "signature": signature} for name, mean in means.items()}
 
