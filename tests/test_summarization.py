@@ -5,6 +5,7 @@ import json
 import pandas
 import pytest
 import train_translation
+from helpers import refused
 from rouge_score.tokenizers import DefaultTokenizer
 from tiny_training import start
 from tiny_translation import RECIPES, arguments
@@ -12,7 +13,7 @@ from translation.pairs import Pairs, encode_pairs
 from translation.scores import rouge
 from translation.words import UnicodeTokenizer
 
-from luna_hf.scripting import read_json
+from luna_hf.scripting import UserError, read_json
 
 LAVO = next(path for path in RECIPES if path.stem == "summarize_lavo")
 WORDS = ["one", "two", "red", "dog", "runs", "cat", "sees"]
@@ -48,6 +49,14 @@ def test_summaries_are_trained_and_scored(data, tmp_path, capsys):
     assert "Summarizes texts, from `document` to `summary`" in card
     assert "training sources were cut to 30 tokens" in card
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "lavo"
+
+
+def test_columns_may_have_any_name(data, tmp_path):
+    path, *words = arguments(data, tmp_path, LAVO, **MODEL, source_language="article body")
+    assert train_translation.read_recipe(path, words).source_language == "article body"
+    for changes in (["--task", "translation"], ["--source_language", " "]):
+        with refused("source_language", error=UserError):
+            train_translation.read_recipe(path, [*words, *changes])
 
 
 def test_sources_are_cut_only_if_asked(data, tmp_path, capsys):

@@ -57,7 +57,8 @@ class TranslationRecipe(Recipe):
         self.require(("task",), TASKS.__contains__, f"one of {', '.join(TASKS)}")
         translates = self.task == "translation"
         self.require(("wait_k", "min_bleu"), lambda value: translates or not value, "left out in a summarization")
-        self.require(("source_language", "target_language"), re.compile(r"[\w-]+").fullmatch, "a code such as de")
+        accepted = (re.compile(r"[\w-]+").fullmatch, "a code such as de") if translates else (str.strip, "a column")
+        self.require(("source_language", "target_language"), *accepted)
         self.require(("data", "train_split", "validation_split"), str.strip, "given")
         begun = self.initial_encoder
         typed = "a section with `model_type`, for example luna"
