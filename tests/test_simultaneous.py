@@ -25,6 +25,7 @@ from translation.latency import (
 from translation.pairs import EncodedPairs, Order, updates
 
 from luna_hf import MemoryCache
+from luna_hf.scripting import read_json
 from luna_hf.simultaneous import Policy, ReadAll, SimultaneousTranslator, TranslationStream, WaitK, finished_words
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
@@ -391,6 +392,19 @@ def test_a_recipe_trains_and_scores_it(run):
     assert json.loads((run[1] / "config.json").read_text())["source_is_causal"]
     card, lagging = (run[1] / "README.md").read_text(), scores["2"]["average_lagging"]
     assert "| k | BLEU | chrF | AL | LAAL | DAL |" in card and f"| {lagging:.2f} |" in card
+
+
+def test_long_sources_are_cut_at_every_k(tmp_path):
+    """As in training: the model takes no more tokens."""
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.en").write_text("one two red dog runs cat sees\n" * 8)
+        (tmp_path / f"{split}.de").write_text("eins\n" * 8)
+    limits = {"max_length": 8, "truncate_source": True, "model__max_position_embeddings": 8}
+    limits["model__position_embedding_type"] = "learned"
+    options = {**limits, "vocab_size": 262, "max_steps": 2, "eval_steps": 2, "wait_k": "[5]"}
+    words = arguments(tmp_path, tmp_path / "out", **options, model__source_is_causal=True)
+    assert start(train_translation, words) == 0
+    assert 0 < read_json(tmp_path / "out" / "metrics.json")["test"]["simultaneous"]["5"]["average_lagging"] <= 8
 
 
 def test_an_ordinary_model_is_continued(run, tmp_path, capsys):

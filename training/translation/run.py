@@ -233,12 +233,13 @@ class Translation(Run):
     def samples(self) -> dict[str, Any]:
         """Scores of the splits."""
         recipe, scores = self.recipe, {}
+        longest = recipe.max_length if recipe.truncate_source else None
         names = {"validation": recipe.validation_split, **({"test": "test"} if recipe.test_split else {})}
         for name, split in names.items():
             own = self.model, self.tokenizer, self.splits[split], recipe.eval_batch_size
-            scores[name] = evaluate_split(*own, recipe.max_length if recipe.truncate_source else None, recipe.task)
+            scores[name] = evaluate_split(*own, longest, recipe.task)
             if waits := [k for k in recipe.wait_k if k]:
-                scores[name]["simultaneous"] = {str(k): evaluate_wait(*own, k) for k in waits}
+                scores[name]["simultaneous"] = {str(k): evaluate_wait(*own, k, longest) for k in waits}
         return scores
 
     def card(self, figures: dict[str, Any]) -> str:

@@ -113,11 +113,21 @@ def evaluate_split(
 
 
 def evaluate_wait(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Pairs, batch_size: int, k: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Pairs,
+    batch_size: int,
+    k: int,
+    longest: int | None = None,
 ) -> dict[str, Any]:
-    """Scores of a split in simultaneous translation by wait-k with greedy search, and mean latencies in tokens."""
-    made = translate(model, tokenizer, pairs.source, batch_size, policy=WaitK(k), num_beams=1)
+    """Scores of a split in simultaneous translation by wait-k with greedy search, and mean latencies in tokens.
+
+    Latencies count the tokens of whole texts, with the end token: a translation is tokenized again after its tokens
+    have become text, and has an end token even if it was stopped at `max_new_tokens`. `longest` is that of `translate`.
+    """
+    made = translate(model, tokenizer, pairs.source, batch_size, longest, policy=WaitK(k), num_beams=1)
     sides = [[len(ids) for ids in encode(texts, tokenizer)] for texts in (pairs.source, made, pairs.target)]
+    sides[0] = [min(length, longest or length) for length in sides[0]]
     return {**bleu(made, pairs.target), **mean_latencies(WaitK(k), *sides)}
 
 
