@@ -371,6 +371,29 @@ def test_latencies_by_hand():
     }
 
 
+def test_latencies_by_the_papers_formulas():
+    """The equations, term by term: five source tokens, a translation of four by wait-2, a reference of three."""
+    g, x, y, reference = [2, 3, 4, 5], 5, 4, 3
+    assert WaitK(2).visible(torch.tensor([x]), y)[0].tolist() == g
+    tau = min(t for t in range(1, y + 1) if g[t - 1] == x)
+
+    def lag(length):
+        return sum(g[t - 1] - (t - 1) / (length / x) for t in range(1, tau + 1)) / tau
+
+    assert average_lagging(g, x) == pytest.approx(lag(y)) == pytest.approx(1.625)
+    assert average_lagging(g, x, reference) == pytest.approx(lag(reference)) == pytest.approx(1.0)
+    # Too many tokens lower the lag by the reference's length, and too few that by their own; LAAL is the larger.
+    assert length_adaptive_average_lagging(g, x, reference) == pytest.approx(1.625)
+    assert length_adaptive_average_lagging(g, x, 5) == pytest.approx(lag(5)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("latency", [average_lagging, differentiable_average_lagging])
+@pytest.mark.parametrize(("delays", "source"), [([], 3), ([1], 0)])
+def test_latencies_of_nothing_are_refused(latency, delays, source):
+    with refused("at least 1 target token"):
+        latency(delays, source)
+
+
 # ---- training ----
 
 
