@@ -109,6 +109,8 @@ def test_texts_end_and_summaries_stop(data, encoders, tmp_path):
     batch = tokenizer(["every token reads the packed", "sequence"], padding=True, return_tensors="pt")
     made = model.generate(**batch)
     assert all(last in row[1:] for row in made.tolist()) and made.shape[1] < 30
+    card = (tmp_path / "README.md").read_text()
+    assert "BPE" not in card and "by the tokenizer of `" in card and "Beam search with 2 beams, one reference" in card
     assert set(tokenizer.batch_decode(made, skip_special_tokens=True)) <= {*WORDS}
 
 

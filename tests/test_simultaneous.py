@@ -415,6 +415,15 @@ def test_a_recipe_trains_and_scores_it(run):
     assert json.loads((run[1] / "config.json").read_text())["source_is_causal"]
     card, lagging = (run[1] / "README.md").read_text(), scores["2"]["average_lagging"]
     assert "| k | BLEU | chrF | AL | LAAL | DAL |" in card and f"| {lagging:.2f} |" in card
+    assert "validation split, with k = 2 (the first value of `wait_k`), is" in card
+
+
+def test_the_card_shows_how_to_translate_while_reading(run, monkeypatch, capsys):
+    *_, example = re.findall(r"```python\n(.*?)```", (run[1] / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(run[1].parent)
+    exec(re.sub(r'(?<=from_pretrained\()".*?"', '"out"', example), {})
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained("out"), AutoTokenizer.from_pretrained("out")
+    assert capsys.readouterr().out == "".join(SimultaneousTranslator(model, tokenizer, WaitK(2)).stream(["A text."]))
 
 
 def test_long_sources_are_cut_at_every_k(tmp_path):

@@ -6,7 +6,7 @@ from common import cards
 from engine.card import PLOT, run_fields
 from huggingface_hub import EvalResult
 
-from luna_hf.markdown import Markdown, bullets, code, table
+from luna_hf.markdown import Markdown, bullets, code, quoted, table
 from luna_hf.scripting import portable
 from translation.recipe import TranslationRecipe
 from translation.scores import METRICS
@@ -49,17 +49,19 @@ def make_card(recipe: TranslationRecipe, figures: dict[str, Any]) -> str:
         made="translates" if translates else "summarizes",
         source=code(recipe.source_language),
         target=code(recipe.target_language),
-        beams=recipe.num_beams,
+        search=f"Beam search with {recipe.num_beams} beams" if recipe.num_beams > 1 else "Greedy search",
         scores=table(["split", "pairs", *names.values()], scores),
         start=_start(recipe),
         simultaneous=_simultaneous(splits[-1], figures[splits[-1]]),
+        streaming=_streaming(recipe),
+        read=_read(recipe),
         signatures=bullets(f"{names[m]}: `{figures[splits[0]][m]['signature']}`" for m in names),
         samples=table(["source", "translation" if translates else "summary", "reference"], samples),
         loss=f"{figures['held_out_loss']:.3f}",
         unigram_loss=f"{figures['unigram_loss']:.3f}",
         pairs=f"{figures['training_pairs']:,}",
         data=code(portable(recipe.data)),
-        vocabulary=f"{figures['vocabulary']:,}",
+        tokenizer=_tokenizer(recipe, f"{figures['vocabulary']:,} tokens"),
         steps=f"{recipe.max_steps:,} of at most {recipe.accumulation * recipe.batch_tokens:,} tokens a side",
         averaged=f"the mean of the last {averaged} checkpoints" if averaged > 1 else "the last checkpoint",
     )
@@ -71,6 +73,27 @@ def _start(recipe: TranslationRecipe) -> Markdown:
     if not recipe.initial_weights:
         return Markdown("from scratch")
     return Markdown(f"from the weights of {code(portable(recipe.initial_weights))}")
+
+
+def _tokenizer(recipe: TranslationRecipe, size: str) -> str:
+    if given := recipe.tokenizer or recipe.initial_weights or recipe.initial_encoder:
+        return Markdown(f"Both sides are split by the tokenizer of {code(portable(given))}, with {size}.")
+    return f"Both sides are split by one byte-level BPE with {size}, trained on both sides of the training split."
+
+
+def _read(recipe: TranslationRecipe) -> str:
+    """How much of its source each token of the held-out loss has read."""
+    if not recipe.wait_k:
+        return ""
+    first = recipe.wait_k[0]
+    return f", with {f'k = {first}' if first else 'the source read whole'} (the first value of `wait_k`),"
+
+
+def _streaming(recipe: TranslationRecipe) -> Markdown:
+    """An example of translating while reading, at the first k that waits."""
+    k = next(filter(None, recipe.wait_k), None)
+    filled = cards.fill_card("streaming.md", quoted_name=quoted(recipe.model_name), k=k)
+    return Markdown(f"{filled}\n" if k else "")
 
 
 def _simultaneous(split: str, figures: dict[str, Any]) -> Markdown:
@@ -94,5 +117,5 @@ def _simultaneous(split: str, figures: dict[str, Any]) -> Markdown:
     shown = table(["k", "BLEU", "chrF", *latencies], rows)
     return Markdown(
         f"Simultaneous translation of the split {split} by wait-k, with greedy search; latencies in tokens of the "
-        f"source:\n\n{shown}\n\n"
+        f"source, with the end token:\n\n{shown}\n\n"
     )
