@@ -17,6 +17,7 @@ import json
 import math
 import os
 import sys
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -2275,6 +2276,8 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
                 this class, an adapter is for another head, or a keyword is no field of the config.
         """
         source, kwargs, adapter = base_of_adapter(cls, pretrained_model_name_or_path, kwargs)
+        config = kwargs.get("config")  # which the Auto classes read from the source, too
+        is_own = not isinstance(config, PreTrainedConfig) or config.name_or_path == str(source)
         verbosity = logging.get_verbosity()
         if source is not pretrained_model_name_or_path:
             logging.set_verbosity_error()  # transformers would call the head new, which the adapter holds
@@ -2291,13 +2294,18 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         finally:
             logging.set_verbosity(verbosity)
         if source is not None:
-            model.refuse_random(source, set(info["missing_keys"]))
+            model.refuse_random(source, set(info["missing_keys"]), is_own)
         if adapter:
             refuse_random_head(model, source, adapter, kwargs)
         return (model, info) if output_loading_info else model
 
-    def refuse_random(self, source: str | os.PathLike, missing: set[str]) -> None:
+    def refuse_random(self, source: str | os.PathLike, missing: set[str], is_own: bool) -> None:
         """Refuse a model whose base, or whose head as the checkpoint names it, lacks all weights.
+
+        Args:
+            source: what it was loaded from.
+            missing: the names of its weights that the source lacks.
+            is_own: whether its config is the source's, rather than that of an adapter that holds the head.
 
         Raises:
             ValueError: Such a model.
@@ -2309,7 +2317,7 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         if base <= missing:
             held = f"{' and '.join(stored)}, which its own Auto class loads" if stored else "another model"
             raise ValueError(f"{source} has no weights of {name}, which would be random: it holds {held}.")
-        if name in stored and names - base and names - base <= missing:
+        if is_own and name in stored and names - base and names - base <= missing:
             raise ValueError(
                 f"{source} has no weights of the head of {name}, although its config.json names this class "
                 "(`architectures`). Save the whole model again, or correct that name to train a new head."
@@ -2599,6 +2607,10 @@ class HeadMixin:
 _PARTS = ("source", "written")
 
 
+# Name of the saved tensor that tells which models can load a state.
+_MADE_FOR = "made_for"
+
+
 # Prefix of the names of what a decoder keeps of the source.
 SOURCE = "source_"
 
@@ -2821,7 +2833,7 @@ class MemoryCache(Cache):
         for name in _PARTS:
             part = getattr(self, name)
             found |= {} if part is None else {f"{name}.{key}": state for key, state in part.state_dict().items()}
-        return found
+        return {**found, _MADE_FOR: self._fingerprint(len(found))}
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Replace the state by that of `state_dict`, of the same model.
@@ -2830,6 +2842,10 @@ class MemoryCache(Cache):
             ValueError: The tensors are no state of the model.
         """
         self.reset()
+        tensors = dict(tensors)
+        made_for = tensors.pop(_MADE_FOR, None)  # states of earlier versions have none
+        if made_for is not None and not torch.equal(made_for.cpu(), self._fingerprint(len(tensors))):
+            raise ValueError("The tensors are the state of another model, or not all of them. Load it with that model.")
         for name, tensor in tensors.items():
             first, *others = name.split(".")
             if first in _PARTS:
@@ -2847,6 +2863,11 @@ class MemoryCache(Cache):
                 part = MemoryCache(config)
                 part.load_state_dict(own)
                 setattr(self, name, part)
+
+    def _fingerprint(self, count: int) -> Tensor:
+        """A checksum of the fields that models must agree on to share a state, and the number of its tensors."""
+        fields = json.dumps(state_fields(self.made_for), sort_keys=True, default=str)
+        return torch.tensor([zlib.crc32(fields.encode()), count])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, for beam search."""
@@ -3142,8 +3163,8 @@ class DecoderModelMixin(BaseModelMixin):
         limit, seen = self.config.longest_input(), 0 if context.cache is None else context.cache.get_seq_length()
         if seen + length > limit and context.lengths.max() > limit:
             raise ValueError(
-                f"The target has {context.lengths.max()} tokens, but the decoder has {limit} learned positions "
-                "(`max_position_embeddings`). Generate fewer tokens, or use a model with sinusoidal positions."
+                f"A text has {context.lengths.max()} tokens, but {type(self).__name__} has {limit} learned positions "
+                "(`max_position_embeddings`). Use fewer tokens, or a model with sinusoidal positions."
             )
 
     def rotation(self, positions: Tensor) -> Tensor | None:
@@ -3250,6 +3271,36 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
                 shift_labels=shift_labels,
             )
         return self.make_output(outputs, loss=loss, logits=logits)
+
+
+# ---- models/policy.py ----
+#
+# `generate(policy=...)`: a source that is known from the start, read as far as a policy has read it at each token.
+
+
+def needed(policy: Any, written: Tensor) -> Tensor:
+    """Ask a policy what it needs, and check the answer.
+
+    Args:
+        policy: see `EndAfterSource`.
+        written: see `luna_hf.simultaneous.Policy.needed`.
+
+    Raises:
+        TypeError: It is no policy, or does not return integers of the shape of `written`.
+        ValueError: It needs fewer tokens for a later target token.
+    """
+    if not hasattr(policy, "needed"):
+        raise TypeError(f"{policy!r} is no policy. Pass `WaitK(3)`, or another one of `luna_hf.simultaneous`.")
+    asked = torch.stack([written, written + 1])
+    found = policy.needed(asked)
+    if not isinstance(found, Tensor) or found.is_floating_point() or found.shape != asked.shape:
+        raise TypeError(
+            f"`needed` of {type(policy).__name__} must return integers in a tensor of the shape of `written`: round "
+            "them, or use `torch.full_like(written, ...)` for a constant."
+        )
+    if (found[1] < found[0]).any():
+        raise ValueError(f"`needed` of {type(policy).__name__} may not fall from one target token to the next.")
+    return found[0]
 
 
 # ---- ops/scan.py ----

@@ -2500,6 +2500,8 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
                 this class, an adapter is for another head, or a keyword is no field of the config.
         """
         source, kwargs, adapter = base_of_adapter(cls, pretrained_model_name_or_path, kwargs)
+        config = kwargs.get("config")  # which the Auto classes read from the source, too
+        is_own = not isinstance(config, PreTrainedConfig) or config.name_or_path == str(source)
         verbosity = logging.get_verbosity()
         if source is not pretrained_model_name_or_path:
             logging.set_verbosity_error()  # transformers would call the head new, which the adapter holds
@@ -2516,13 +2518,18 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         finally:
             logging.set_verbosity(verbosity)
         if source is not None:
-            model.refuse_random(source, set(info["missing_keys"]))
+            model.refuse_random(source, set(info["missing_keys"]), is_own)
         if adapter:
             refuse_random_head(model, source, adapter, kwargs)
         return (model, info) if output_loading_info else model
 
-    def refuse_random(self, source: str | os.PathLike, missing: set[str]) -> None:
+    def refuse_random(self, source: str | os.PathLike, missing: set[str], is_own: bool) -> None:
         """Refuse a model whose base, or whose head as the checkpoint names it, lacks all weights.
+
+        Args:
+            source: what it was loaded from.
+            missing: the names of its weights that the source lacks.
+            is_own: whether its config is the source's, rather than that of an adapter that holds the head.
 
         Raises:
             ValueError: Such a model.
@@ -2534,7 +2541,7 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         if base <= missing:
             held = f"{' and '.join(stored)}, which its own Auto class loads" if stored else "another model"
             raise ValueError(f"{source} has no weights of {name}, which would be random: it holds {held}.")
-        if name in stored and names - base and names - base <= missing:
+        if is_own and name in stored and names - base and names - base <= missing:
             raise ValueError(
                 f"{source} has no weights of the head of {name}, although its config.json names this class "
                 "(`architectures`). Save the whole model again, or correct that name to train a new head."
@@ -3371,6 +3378,11 @@ class EncoderHeadMixin(HeadMixin):
         end = self.config.eos_token_id if self.config.sep_token_id is None else self.config.sep_token_id
         ends = [input_ids == end] if input_ids is not None and isinstance(end, int) else []
         ends += [] if token_type_ids is None else [token_type_ids != 0]
+        if not ends and not torch.compiler.is_compiling():
+            logging.get_logger(__name__).warning_once(
+                "The model cannot tell where the question ends, and marks its first token alone: set "
+                "`model.config.sep_token_id` to the tokenizer's, or pass `token_type_ids`."
+            )
         return reduce(torch.logical_or, ends) if ends else None
 
 
@@ -3553,6 +3565,36 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
                 start_logits, end_logits, start_positions, end_positions, num_items_in_batch=num_items_in_batch
             )
         return self.make_output(outputs, loss=loss, start_logits=start_logits, end_logits=end_logits)
+
+
+# ---- models/policy.py ----
+#
+# `generate(policy=...)`: a source that is known from the start, read as far as a policy has read it at each token.
+
+
+def needed(policy: Any, written: Tensor) -> Tensor:
+    """Ask a policy what it needs, and check the answer.
+
+    Args:
+        policy: see `EndAfterSource`.
+        written: see `luna_hf.simultaneous.Policy.needed`.
+
+    Raises:
+        TypeError: It is no policy, or does not return integers of the shape of `written`.
+        ValueError: It needs fewer tokens for a later target token.
+    """
+    if not hasattr(policy, "needed"):
+        raise TypeError(f"{policy!r} is no policy. Pass `WaitK(3)`, or another one of `luna_hf.simultaneous`.")
+    asked = torch.stack([written, written + 1])
+    found = policy.needed(asked)
+    if not isinstance(found, Tensor) or found.is_floating_point() or found.shape != asked.shape:
+        raise TypeError(
+            f"`needed` of {type(policy).__name__} must return integers in a tensor of the shape of `written`: round "
+            "them, or use `torch.full_like(written, ...)` for a constant."
+        )
+    if (found[1] < found[0]).any():
+        raise ValueError(f"`needed` of {type(policy).__name__} may not fall from one target token to the next.")
+    return found[0]
 
 
 # ---- families/luna/attention.py ----
