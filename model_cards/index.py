@@ -14,7 +14,8 @@ HEAD = """\
 
 Each folder loads with the Auto classes and pipelines of Transformers, once `luna_hf` is imported, or with
 `trust_remote_code=True`. Adapters need the package `peft`, and find their base beside them. The cards say how each was
-made, what it scores, and what it cannot do.
+made, what it scores, and what it cannot do. A conversion's score is the cosine of its vectors to those of its source,
+of the longest texts that the source reads whole.
 
 """
 
@@ -37,9 +38,12 @@ def text(cards: Iterable[Any]) -> str:
 
 
 def score(card: Any) -> str:
-    """The first score of a finetuned model, or the accuracy of a language model on held-out text."""
+    """The first score of a finetuned model, a language model's accuracy, or a conversion's cosine to its source."""
     found = [f"{metric} {value:.3f}" for _, metric, value in card.own_scores]
     found += [
         f"{name} {card.metrics[f'held_out_{key}']:.3f}" for name, (key, _) in card.shown.items() if key == "accuracy"
     ]
+    if cosines := card.metrics.get("cosine"):
+        reach = card.checkpoint.stages[-1].recipe["teacher_longest"]  # of texts that the source reads whole
+        found += [f"cosine {value:.3f}" for length, value in cosines.items() if int(length) <= reach][-1:]
     return found[0] if found else "-"
