@@ -27,7 +27,7 @@ import yaml
 from running import KEPT, RESULTS, read_json, run_alone
 
 # isort: split
-from minilm_contenders import Contender, Reader, in_one_pass, source_ways, switches, without
+from minilm_contenders import SOURCE_LENGTH, Contender, Reader, in_one_pass, source_ways, switches, without
 from minilm_late import OWN_WAYS, SOURCE_WAYS, Late
 from minilm_report import plot, text
 from minilm_tasks import LONG, SHORT
@@ -134,6 +134,9 @@ def contenders(models: Models, step: str, task: str) -> dict[str, Contender | No
     found |= {**source, "BM25": None} if searches else source
     for name, readers in models.readers.items():
         found[name] = in_one_pass(readers[""], readers[""])
+        if task in LONGER:
+            short = readers[""].cut(SOURCE_LENGTH)
+            found[f"{name}, cut at {SOURCE_LENGTH}"] = Contender(readers[""].ids, short, short)
         parts = (["untrained"] if searches else []) + (list(readers)[2:] if task in SWITCHED else [])
         for part in parts:
             whole = readers[part] if part == "untrained" else readers[""]

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 # Vectors (texts, d) of lists of ids without ends; or (parts, d) of each text, of which the best counts.
 Embed = Callable[[list[list[int]]], Tensor | list[Tensor]]
 # Tokens of the source's longest text, and of its positions.
-_SHORT, _QUERY = 256, 512
+SOURCE_LENGTH, _QUERY = 256, 512
 # Both of a conversion's parts that reach beyond its window.
 BOTH = "slots and selected tokens"
 
@@ -122,11 +122,11 @@ def similarity(queries: Tensor, documents: Tensor | list[Tensor]) -> Tensor:
 
 def source_ways(source: Reader) -> dict[str, Contender]:
     """The unmodified encoder, cut and on windows, and its word vectors."""
-    documents = {"teacher, cut at 256": source.cut(_SHORT), "teacher, cut at 512": source.cut(512)}
+    documents = {"teacher, cut at 256": source.cut(SOURCE_LENGTH), "teacher, cut at 512": source.cut(512)}
     for size in (128, 256):
         documents[f"teacher, mean of windows of {size}"] = source.windows(size)
         documents[f"teacher, best window of {size}"] = source.best_window(size)
-    ways = {name: Contender(source.ids, source.cut(_SHORT), way) for name, way in documents.items()}
+    ways = {name: Contender(source.ids, source.cut(SOURCE_LENGTH), way) for name, way in documents.items()}
     return {**ways, "bag of word vectors": Contender(source.ids, source.bag, source.bag)}
 
 

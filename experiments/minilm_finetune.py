@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tasks", nargs="+", choices=[*TASKS, "mlm"], default=list(TASKS), help="tasks (default: all but mlm)")
     add("--contenders", nargs="+", help="names of contenders (default: all)")
     add("--seeds", nargs="+", type=int, default=[0], help="seeds of the new head and of the order (default: 0)")
-    add("--rate", type=float, help="learning rate (default: that of the task)")
+    add("--rate", type=float, help="learning rate (default: that of the kind of task)")
     add("--rows", type=int, help="training rows of each task instead of the table's, for trials")
     add("--bf16", action="store_true", help="train with matrix products in bfloat16, faster where the CPU has them")
     add("--runs", nargs="+", type=Path, default=[Path("outputs/minilm-finetune")], help="folder of the runs")
@@ -209,7 +209,7 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     lengths = [kind.size(one) for one in features]
     features = [{name: one[name] for name in kind.columns} for one in features]
     steps = max(10, round(SAVED / (task.batch * sum(lengths) / len(lengths))))
-    rate = options.rate or task.rate or kind.rate
+    rate = options.rate or kind.rate
     settings = LoraSettings(rate, task.batch, task.epochs, run.seed, kind.trained, save_steps=steps, bf16=options.bf16)
     adapted = adapt(model, settings)
     if task.after:

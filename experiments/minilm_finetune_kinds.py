@@ -233,7 +233,6 @@ class Answers(Kind):
     """An answer that is a part of a text. The question comes first, so its tokens are marked."""
 
     head = "ForQuestionAnswering"
-    rate = 3e-4  # states of tokens, as for words
     trained = ("qa_outputs",)
     targets = ["start_positions", "end_positions"]
 

@@ -45,7 +45,6 @@ class Task:
         batch: rows of an update.
         split: what is scored, by its name in the data set.
         after: task whose finished run training starts from, with its head.
-        rate: peak learning rate; 0 takes that of the kind.
     """
 
     title: str
@@ -61,7 +60,6 @@ class Task:
     batch: int = 32
     split: str = "validation"
     after: str = ""
-    rate: float = 0.0
 
 
 def sampled(rows: list[Row], most: int | None) -> list[Row]:
@@ -217,7 +215,6 @@ TASKS = {
         is_long=True,
         batch=8,
         after="squad",
-        rate=1e-3,
     ),
     "imdb_512": _IMDB,
     "imdb_2048": replace(_IMDB, title="IMDB, the same reviews, at 2,048", length=2048, is_long=True),

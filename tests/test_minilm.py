@@ -6,6 +6,7 @@ from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
+from types import SimpleNamespace
 
 import late_chunking
 import minilm
@@ -78,6 +79,17 @@ def test_long_texts_are_read_in_equal_passes(conversion):
     own = minilm_contenders.in_one_pass(conversion, conversion)
     parts = conversion.read([ids[0][:40], ids[0][40:]])
     torch.testing.assert_close(own.documents(ids)[0], normalize(parts.mean(0), dim=0))
+
+
+def test_long_answers_are_also_cut_where_the_source_cuts_them(reader, conversion, monkeypatch):
+    monkeypatch.setattr(minilm, "SOURCE_LENGTH", 8)
+    models = SimpleNamespace(teacher=reader, readers={"abc": {"": conversion, "untrained": conversion}})
+    assert "abc, cut at 8" not in minilm.contenders(models, "short", "stsb")
+    assert "abc, cut at 8" not in minilm.contenders(models, "long", "race")
+    found = minilm.contenders(models, "short", "medquad")["abc, cut at 8"]
+    cut = conversion.read([ids[:6] for ids in conversion.ids(TEXTS)])
+    for are_queries in (False, True):
+        torch.testing.assert_close(found.embed(TEXTS, are_queries), cut)
 
 
 @torch.no_grad()
