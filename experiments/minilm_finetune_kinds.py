@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from minilm_contenders import SOURCE_LENGTH
 from minilm_finetune_tasks import Row, Task
 from tasks.metrics import compute
 from transformers import (
@@ -263,13 +264,15 @@ class Answers(Kind):
         return list(zip(outputs.start_logits, outputs.end_logits, strict=True))
 
     def scores(self, rows: Sequence[Row], features: Sequence[Features], outputs: list[Any]) -> dict[str, float]:
-        """SQuAD's exact match and F1 of words, the best over the right answers."""
-        exact, f1 = [], []
+        """SQuAD's exact match and F1 of words, the best over the right answers; F1 by the source's length, too."""
+        exact, f1, parts = [], [], {"f1_short": [], "f1_long": []}
         for row, own, logits in zip(rows, features, outputs, strict=True):
             guess = best_answer(row["context"], own["places"], *logits)
             exact.append(max(plain_words(guess) == plain_words(text) for text in row["answers"]["text"]))
             f1.append(max(overlap(guess, text) for text in row["answers"]["text"]))
-        return percent({"f1": float(np.mean(f1)), "exact_match": float(np.mean(exact))})
+            parts["f1_short" if self.size(own) <= SOURCE_LENGTH else "f1_long"].append(f1[-1])
+        found = {"f1": f1, "exact_match": exact, **{name: values for name, values in parts.items() if values}}
+        return percent({name: float(np.mean(values)) for name, values in found.items()})
 
     def baseline(self, rows: Sequence[Row]) -> float | None:
         """None."""

@@ -18,6 +18,7 @@ import torch
 from minilm_contenders import Bm25, Contender, Reader
 from minilm_tasks import Labels, Pairs, Search
 from pyarrow import Table, parquet
+from sentence_transformers import SentenceTransformer
 from test_convert_command import WORDS, write_model
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
@@ -151,9 +152,12 @@ def test_a_prompt_stands_before_the_document_and_before_each_passage(conversion)
     torch.testing.assert_close(both, normalize(expected + alone, dim=-1))
 
 
-def test_what_would_embed_silently_wrong_is_refused(conversion):
+def test_what_would_embed_silently_wrong_is_refused(conversion, source):
     with pytest.raises(TypeError, match="list, not a string"):
         embed_spans(conversion.model, conversion.tokenizer, ["the turn"], [(0, 3)])
+    for module in (SentenceTransformer(str(source)), SentenceTransformer(str(source))[0]):
+        with pytest.raises(TypeError, match="auto_model"):
+            embed_spans(module, conversion.tokenizer, "the turn", [(0, 3)])
     conversion.model.train()
     with pytest.raises(ValueError, match="training mode"):
         embed_spans(conversion.model, conversion.tokenizer, "the turn", [(0, 3)])

@@ -14,6 +14,7 @@ from helpers import (
     tiny_model,
     variants_of,
 )
+from transformers.utils import logging
 
 # Relative to the largest entry. In float64 and float32 only the order of summation differs. In bfloat16 (8 bits) a
 # state of size 1 to 4 is rounded by up to 2^-7 at every step, and a gradient is a sum of such terms.
@@ -176,3 +177,14 @@ def test_pooled_heads(case, head, side):
         with torch.no_grad():
             alone = torch.cat([model(row[None]).logits for row in rows])
         torch.testing.assert_close(alone, expected, rtol=0, atol=1e-12)
+
+
+def test_masked_tokens_that_are_not_padding_are_reported(caplog):
+    """A BERT computes their states, which ColBERT's query expansion scores."""
+    logging.warning_once.cache_clear()  # another test may have had the same warning
+    model, ids = tiny_model("luna"), random_ids(1, 9)
+    mask = torch.tensor([[1] * 6 + [0] * 3])
+    model(pad_tokens(ids.clone()).where(mask == 0, ids), attention_mask=mask)
+    assert "attention_mask" not in caplog.text
+    model(ids, attention_mask=mask)
+    assert "`attention_mask` hides tokens" in caplog.text

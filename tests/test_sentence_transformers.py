@@ -55,6 +55,19 @@ def folders(tmp_path_factory):
 
 
 @families
+@torch.no_grad()
+def test_a_batch_is_read_twice(family, folders):
+    """As by two losses: the second pass gets what the modules of the first one added to the batch."""
+    from sentence_transformers import SentenceTransformer
+
+    encoder = SentenceTransformer(str(folders / family / "base"), device="cpu")
+    batch = encoder.preprocess(SENTENCES)
+    first = encoder(batch)["sentence_embedding"].clone()
+    assert "token_embeddings" in batch
+    assert torch.equal(encoder(batch)["sentence_embedding"], first)
+
+
+@families
 def test_cross_encoder(family, folders):
     from sentence_transformers import CrossEncoder
 

@@ -301,7 +301,7 @@ def test_lora_trains_merges_and_comes_back(family, targets, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_default_targets_of_adapters_are_those_of_roberta(family):
+def test_the_default_targets_of_adapters_are_those_of_roberta(family, monkeypatch):
     """Where keys and values share a matrix, it stands for both."""
     peft = pytest.importorskip("peft")
     configs = [
@@ -315,5 +315,8 @@ def test_the_default_targets_of_adapters_are_those_of_roberta(family):
             model = peft.get_peft_model(base, copy.deepcopy(config)).base_model.model
             adapted = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
             assert adapted == wanted and len(adapted) >= 2 * base.config.num_hidden_layers
+        base = tiny_model(family, "sequence", **options)
+        monkeypatch.delitem(peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, family)
+        peft.get_peft_model(base, peft.LoraConfig(task_type="SEQ_CLS"))  # as if PEFT were imported after the model
         causal = peft.get_peft_model(tiny_causal_model(family, **options), peft.LoraConfig(task_type="CAUSAL_LM"))
         assert any("query.lora_A" in name for name, _ in causal.named_parameters())

@@ -2169,6 +2169,10 @@ _INPUT_NAMES = (
 _OPTIONS = (*TransformersKwargs.__optional_keys__, "kernel_options", "tokenizer")
 
 
+# What sentence-transformers' modules add to the inputs, and give to the model in the next pass.
+_FOREIGN = ("token_embeddings", "all_layer_embeddings", "sentence_embedding", "token_weights_sum", "scores")
+
+
 # What a pass of a model with a local window reads, see `ForwardContext`.
 _READS = ("local_window", "read_slots")
 
@@ -2192,18 +2196,6 @@ def _closest_input(name: str, outputs: tuple[str, ...]) -> str:
     known = [known for known in (*_INPUT_NAMES, *outputs) if known != name]
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
-
-
-def add_peft_targets(model_type: str) -> None:
-    """Let PEFT adapt by default what it adapts in RoBERTa, if it is imported; `value` may be a matrix shared with keys.
-
-    Each of its methods has a table by `model_type`. Called by models, because PEFT may be imported after the package.
-    """
-    constants = sys.modules.get("peft.utils.constants")
-    for table in vars(constants).values() if constants else ():
-        if isinstance(table, dict) and "roberta" in table:
-            names = table["roberta"]
-            table.setdefault(model_type, [*names, *("key_value" for name in names if name == "value")])
 
 
 class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
@@ -2425,9 +2417,8 @@ class BaseModelMixin:
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__(config)
         outputs = (f"output_{name}" for name in self._can_record_outputs)
-        known = frozenset(("return_dict", *outputs, *_READS, *_OPTIONS)) - _REFUSED_KEYWORDS.keys()
+        known = frozenset(("return_dict", *outputs, *_READS, *_OPTIONS, *_FOREIGN)) - _REFUSED_KEYWORDS.keys()
         self.known_keywords = known | set(self.own_keywords)
-        add_peft_targets(config.model_type)
         self.embeddings = TokenEmbeddings(config)
         self.add_layers(config)
         self.gradient_checkpointing = False

@@ -74,6 +74,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_luna import BoundedMemoryConfig
 from .configuration_luna import LunaConfig
 from .configuration_luna import is_ours
+from .configuration_luna import logger
 from .configuration_luna import saved_file
 
 
@@ -2393,6 +2394,10 @@ _INPUT_NAMES = (
 _OPTIONS = (*TransformersKwargs.__optional_keys__, "kernel_options", "tokenizer")
 
 
+# What sentence-transformers' modules add to the inputs, and give to the model in the next pass.
+_FOREIGN = ("token_embeddings", "all_layer_embeddings", "sentence_embedding", "token_weights_sum", "scores")
+
+
 # What a pass of a model with a local window reads, see `ForwardContext`.
 _READS = ("local_window", "read_slots")
 
@@ -2416,18 +2421,6 @@ def _closest_input(name: str, outputs: tuple[str, ...]) -> str:
     known = [known for known in (*_INPUT_NAMES, *outputs) if known != name]
     close = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
-
-
-def add_peft_targets(model_type: str) -> None:
-    """Let PEFT adapt by default what it adapts in RoBERTa, if it is imported; `value` may be a matrix shared with keys.
-
-    Each of its methods has a table by `model_type`. Called by models, because PEFT may be imported after the package.
-    """
-    constants = sys.modules.get("peft.utils.constants")
-    for table in vars(constants).values() if constants else ():
-        if isinstance(table, dict) and "roberta" in table:
-            names = table["roberta"]
-            table.setdefault(model_type, [*names, *("key_value" for name in names if name == "value")])
 
 
 class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
@@ -2649,9 +2642,8 @@ class BaseModelMixin:
     def __init__(self, config: BoundedMemoryConfig) -> None:
         super().__init__(config)
         outputs = (f"output_{name}" for name in self._can_record_outputs)
-        known = frozenset(("return_dict", *outputs, *_READS, *_OPTIONS)) - _REFUSED_KEYWORDS.keys()
+        known = frozenset(("return_dict", *outputs, *_READS, *_OPTIONS, *_FOREIGN)) - _REFUSED_KEYWORDS.keys()
         self.known_keywords = known | set(self.own_keywords)
-        add_peft_targets(config.model_type)
         self.embeddings = TokenEmbeddings(config)
         self.add_layers(config)
         self.gradient_checkpointing = False
@@ -2829,6 +2821,9 @@ class HeadMixin:
 # Each `...Mixin` implements a complete model; a family's class only names its parts.
 
 
+logger = logging.get_logger(__name__)
+
+
 class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
     """Base class of all encoders: adds a position table of any length."""
 
@@ -2985,6 +2980,8 @@ class EncoderModelMixin(BaseModelMixin):
         longest = self.check_shapes(input_ids, inputs_embeds, attention_mask, **ids)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep, starts = self.tokens_to_keep(input_ids, attention_mask), None
+        if keep is not None and input_ids is not None and attention_mask is not None:
+            self.warn_of_hidden(input_ids, keep)
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)
         may_hold_several = position_ids is not None
         for name in BOUNDARIES:
@@ -3051,6 +3048,15 @@ class EncoderModelMixin(BaseModelMixin):
     ) -> BaseModelOutput:
         """Build the model's output from that of the last layer."""
         return BaseModelOutput(last_hidden_state=hidden_states)
+
+    def warn_of_hidden(self, input_ids: Tensor, keep: Tensor) -> None:
+        """Warn once of masked tokens (b, n) that are not padding: unlike in a BERT, they get no states."""
+        pad = self.config.pad_token_id
+        if pad is not None and is_readable(keep) and ((input_ids != pad) & ~keep).any():
+            logger.warning_once(
+                "`attention_mask` hides tokens that are not padding (`pad_token_id`). Their states are zeros or those "
+                "of padding: do not use them, or pass 1 for these tokens."
+            )
 
     def find_marked(self, inputs: Tensor, global_attention_mask: Tensor) -> Tensor | None:
         """Return the marked tokens (b, n) of (b, n) or (b, n, d) inputs, or `None` if no token is marked.

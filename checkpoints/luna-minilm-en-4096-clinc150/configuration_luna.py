@@ -6,6 +6,7 @@
 import copy
 import difflib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 from typing import ClassVar
@@ -41,6 +42,18 @@ def saved_file(cls: type) -> str:
     """Name, without `.py`, of the file in a saved folder that holds the class; see `hub.py` for the package's own."""
     *rooms, name = cls.__module__.split(".")
     return f"{name}_{rooms[-1]}" if is_ours(cls) else name
+
+
+def add_peft_targets(model_type: str) -> None:
+    """Let PEFT adapt by default what it adapts in RoBERTa, if it is imported; `value` may be a matrix shared with keys.
+
+    Each of its methods has a table by `model_type`.
+    """
+    constants = sys.modules.get("peft.utils.constants")
+    for table in vars(constants).values() if constants else ():
+        if isinstance(table, dict) and "roberta" in table:
+            names = table["roberta"]
+            table.setdefault(model_type, [*names, *("key_value" for name in names if name == "value")])
 
 
 @strict
@@ -465,6 +478,11 @@ class BoundedMemoryConfig(PreTrainedConfig):
         if name not in cls.presets:
             raise ValueError(f"{cls.__name__} has no preset {name!r}. Choose one of {', '.join(cls.presets)}.")
         return cls.presets[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Like `PreTrainedConfig.to_dict`. PEFT calls it before it looks up what to adapt."""
+        add_peft_targets(self.model_type)
+        return super().to_dict()
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Like `PreTrainedConfig.save_pretrained`, plus the code that lets the Auto classes load without luna_hf."""

@@ -36,12 +36,14 @@ def embed_spans(
         a query by the same model.
 
     Raises:
-        TypeError: `text` is not one string.
+        TypeError: `text` is not one string, or `model` is not a model of Transformers.
         ValueError: The text is too long for the model, a span holds no token or is not inside the text, the tokenizer
             has no offsets, or the model is in training mode.
     """
     if not isinstance(text, str):
         raise TypeError(f"`text` is {type(text).__name__}, not a string: call `embed_spans` once for each document.")
+    if type(model).__module__.startswith("sentence_transformers"):
+        raise TypeError("`model` is of sentence-transformers: pass the model inside, `encoder[0].auto_model`.")
     if model.training:
         raise ValueError("The model is in training mode, whose dropout changes its vectors: call `model.eval()` first.")
     if not tokenizer.is_fast:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, logging
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration import BoundedMemoryConfig
@@ -22,6 +22,8 @@ from ..ops.context import ForwardContext, make_encoder_context, whole_length
 from ..ops.positions import repeat_positions
 from ..ops.unpadding import BOUNDARIES, UnpaddedBatch, UnpaddedContext, find_starts, is_readable, unpad_batch
 from .base import BaseModelMixin, BoundedMemoryPreTrainedModel
+
+logger = logging.get_logger(__name__)
 
 
 class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
@@ -180,6 +182,8 @@ class EncoderModelMixin(BaseModelMixin):
         longest = self.check_shapes(input_ids, inputs_embeds, attention_mask, **ids)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep, starts = self.tokens_to_keep(input_ids, attention_mask), None
+        if keep is not None and input_ids is not None and attention_mask is not None:
+            self.warn_of_hidden(input_ids, keep)
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)
         may_hold_several = position_ids is not None
         for name in BOUNDARIES:
@@ -246,6 +250,15 @@ class EncoderModelMixin(BaseModelMixin):
     ) -> BaseModelOutput:
         """Build the model's output from that of the last layer."""
         return BaseModelOutput(last_hidden_state=hidden_states)
+
+    def warn_of_hidden(self, input_ids: Tensor, keep: Tensor) -> None:
+        """Warn once of masked tokens (b, n) that are not padding: unlike in a BERT, they get no states."""
+        pad = self.config.pad_token_id
+        if pad is not None and is_readable(keep) and ((input_ids != pad) & ~keep).any():
+            logger.warning_once(
+                "`attention_mask` hides tokens that are not padding (`pad_token_id`). Their states are zeros or those "
+                "of padding: do not use them, or pass 1 for these tokens."
+            )
 
     def find_marked(self, inputs: Tensor, global_attention_mask: Tensor) -> Tensor | None:
         """Return the marked tokens (b, n) of (b, n) or (b, n, d) inputs, or `None` if no token is marked.
