@@ -81,7 +81,7 @@ def test_words_without_a_token_count_as_missed(tokenizer):
     assert own.scores([row], [features], [logits]) == pytest.approx({"precision": 100, "recall": 50, "f1": 200 / 3})
 
 
-def test_answers_are_scored_as_in_squad(tokenizer):
+def test_answers_are_scored_as_in_squad(tokenizer, monkeypatch):
     assert kinds.overlap("The cat, a dog", "cat dog bird") == pytest.approx(0.8)
     assert kinds.overlap("", "the") == 1 and kinds.overlap("a dog", "cat") == 0
     own, context = kinds.Answers(tasks.TASKS["squad"], tokenizer, 12), "every token reads the packed sequence in turn"
@@ -92,7 +92,12 @@ def test_answers_are_scored_as_in_squad(tokenizer):
     starts, ends = torch.zeros(14), torch.zeros(14)
     starts[1], starts[places[0]], ends[places[1]], ends[places[0] - 1] = 9, 5, 5, 6  # the question is no answer
     assert kinds.best_answer(context, features["places"], starts, ends) == "packed sequence"
-    assert own.scores([row], [features], [(starts, ends)]) == {"f1": 100, "exact_match": 100}
+    assert own.scores([row], [features], [(starts, ends)]) == {"f1": 100, "exact_match": 100, "f1_short": 100}
+    monkeypatch.setattr(kinds, "SOURCE_LENGTH", own.size(features) - 1)
+    rows, outputs = [row, {**row, "question": "no"}], [(starts, ends), (-starts, ends)]
+    small = {**features, "input_ids": features["input_ids"][:-1]}
+    found = own.scores(rows, [features, small], outputs)
+    assert found["f1_long"] == 100 > found["f1_short"] and found["f1"] == (100 + found["f1_short"]) / 2
     short = kinds.Answers(tasks.TASKS["squad"], tokenizer, 10)
     cut = short.encode({**row, "answers": {"text": ["turn"], "answer_start": [41]}})
     assert cut["end_positions"] == 10 and not short.can_teach(cut) and own.can_teach(features)
