@@ -388,6 +388,27 @@ def test_what_heads_mark_by_default():
     assert marks_of("span", ids=ids, max_global_tokens=5).nonzero().tolist() == [[0, 0], [1, 0]]
 
 
+@torch.no_grad()
+def test_heads_mark_the_same_without_ids():
+    ids, types = random_ids(1, 20).clamp(min=3), (torch.arange(20) >= 8).long()[None]
+    ids[:, [7, 19]] = 2
+    model = tiny_model("abc_memory", "span", local_window=4, type_vocab_size=2).double()
+    found = model(ids, token_type_ids=types).start_logits
+    embeds = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model(inputs_embeds=embeds, token_type_ids=types).start_logits, found)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("marks", ["first", "question"])
+def test_every_text_of_a_row_has_its_mark(marks):
+    model = tiny_model("luna", "token", local_window=4, global_tokens=marks).double()
+    texts = [random_ids(1, length, seed=length).clamp(min=3) for length in (19, 23)]  # no separator: no question
+    positions = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
+    found = model(torch.cat(texts, 1), position_ids=positions).logits.split([19, 23], 1)
+    for text, own in zip(texts, found, strict=True):
+        torch.testing.assert_close(model(text).logits, own)
+
+
 def test_a_question_without_an_end_is_reported(caplog):
     """Sources such as DistilBERT have neither token types nor, in their config, a separator."""
     logging.warning_once.cache_clear()  # another test may have had the same warning

@@ -34,6 +34,7 @@ from variants import ROWS
 
 from luna_hf import FAMILIES
 from luna_hf.layers import block as modeling_layers
+from luna_hf.ops.recompute import is_watched
 
 
 def arguments(folder, **overrides):
@@ -298,6 +299,36 @@ def test_lora_trains_merges_and_comes_back(family, targets, tmp_path):
         merged.save_pretrained(tmp_path / "merged")
         again = type(base).from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(again(**batch).logits, merged(**batch).logits)
+
+
+@pytest.mark.parametrize("targets", [["query", "value", "key_value"], ["dense"]])
+@torch.no_grad()
+def test_every_row_has_its_adapter(targets, monkeypatch):
+    """PEFT counts the rows of what its layers get: neither padding nor blocks of rows may change them."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setattr(modeling_layers, "_CPU_ROWS", 8)
+    config = peft.LoraConfig(target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("luna").double(), config, adapter_name="a")
+    model.add_adapter("b", config)
+    model.eval()
+    ids, names = random_ids(3, 30).clamp(min=3), ["a", "b", "__base__"]
+    mask = (torch.arange(30) < torch.tensor([[30], [4], [9]])).long()
+    found = model(input_ids=ids * mask + 1 - mask, attention_mask=mask, adapter_names=names).last_hidden_state
+    for row, length, name in zip(range(3), (30, 4, 9), names, strict=True):
+        alone = model(input_ids=ids[row : row + 1, :length], adapter_names=[name]).last_hidden_state
+        torch.testing.assert_close(found[row : row + 1, :length], alone)
+
+
+def test_hooks_on_the_embedding_see_rows():
+    """As NEFTune's, whose noise is scaled by their length. Those of transformers itself take any shape."""
+    model, seen = tiny_model("luna"), []
+    ids, mask = random_ids(2, 30), (torch.arange(30) < torch.tensor([[30], [2]])).long()
+    model.enable_input_require_grads()
+    model(ids, attention_mask=mask, output_hidden_states=True)
+    assert not is_watched(model)
+    model.get_input_embeddings().register_forward_hook(lambda module, given, output: seen.append(output.shape[:2]))
+    model(ids, attention_mask=mask)
+    assert seen == [(2, 30)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

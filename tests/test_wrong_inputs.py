@@ -26,6 +26,7 @@ INPUTS = {
     "token beyond the vocabulary": ({"input_ids": IDS + 500}, "500", "resize_token_embeddings"),
     "ignored label as a token": ({"input_ids": IDS.clone().index_fill_(1, torch.tensor(3), -100)}, "-100", "Token ids"),
     "position beyond the table": ({"position_ids": torch.arange(200, 208)[None]}, "207", "Position ids"),
+    "equal positions": ({"position_ids": torch.zeros(1, 8).long()}, "position_ids", "equal", "seq_idx"),
     "negative position": ({"position_ids": torch.arange(-3, 5)[None]}, "-3", "Position ids"),
     "segment beyond the table": ({"token_type_ids": torch.full((2, 8), 2)}, "token_type_ids", "type_vocab_size"),
     "longer positions": ({"position_ids": torch.arange(9)[None]}, "position_ids", (2, 8), (1, 9)),
@@ -138,6 +139,22 @@ def test_a_default_device_changes_nothing(family):
     with torch.device("meta"):
         found = [model(**batch)[0], model(**packed)[0]]
     assert all(map(torch.equal, found, expected))
+
+
+@families
+def test_gradients_of_torch_func(family):
+    model = tiny_model(family, "sequence").double().eval()
+    labels, parameters = torch.tensor([0, 1]), dict(model.named_parameters())
+    ids = random_ids(2, 9)
+
+    def loss(values):
+        return torch.func.functional_call(model, values, (), {"input_ids": ids, "labels": labels}).loss
+
+    found = torch.func.grad(loss)(parameters)
+    loss(parameters).backward()
+    for name, parameter in parameters.items():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found[name], expected)
 
 
 @families

@@ -347,9 +347,15 @@ def _flex_mask(keep: Tensor, num_queries: int) -> Any:
 
 
 class _JoinGradients(torch.autograd.Function):
+    generate_vmap_rule = True  # with `setup_context`, what torch.func asks for
+
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -704,6 +710,10 @@ def _convolve(states: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
 LEAST_ENTRIES = 2**18
 
 
+# Modules of transformers whose hooks take states of any shape.
+_HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+
+
 def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
     """Whether to compute what follows from `states`, by these modules, again in the backward pass.
 
@@ -720,6 +730,21 @@ def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def is_watched(*modules: nn.Module) -> bool:
+    """Whether hooks read or change what these modules get, and may count its rows, as PEFT's and NEFTune's do.
+
+    Not those by which transformers records outputs and asks for gradients of the embedding.
+    """
+    hooks = (
+        hook
+        for module in modules
+        for part in module.modules()
+        for found in (part._forward_hooks, part._forward_pre_hooks)
+        for hook in found.values()
+    )
+    return any(getattr(hook, "__module__", "") not in _HARMLESS for hook in hooks)
 
 
 def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> Any:
@@ -1821,7 +1846,7 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
         norm = self.output.LayerNorm if self.norm_first else before.output.LayerNorm
         rows = self.feed_forward_rows or _rows_at_a_time(hidden_states, self.training)
         flat = hidden_states.flatten(0, 1)
-        if not rows or flat.shape[0] <= rows:
+        if not rows or flat.shape[0] <= rows or is_watched(self.intermediate, self.output):
             return self._feed_forward(hidden_states, norm)
         return torch.cat([self._feed_forward(block, norm) for block in flat.split(rows)]).view_as(hidden_states)
 

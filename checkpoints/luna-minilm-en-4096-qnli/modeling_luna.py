@@ -327,9 +327,15 @@ def _flex_mask(keep: Tensor, num_queries: int) -> Any:
 
 
 class _JoinGradients(torch.autograd.Function):
+    generate_vmap_rule = True  # with `setup_context`, what torch.func asks for
+
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -764,6 +770,10 @@ def _convolve(states: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
 LEAST_ENTRIES = 2**18
 
 
+# Modules of transformers whose hooks take states of any shape.
+_HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+
+
 def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
     """Whether to compute what follows from `states`, by these modules, again in the backward pass.
 
@@ -780,6 +790,21 @@ def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def is_watched(*modules: nn.Module) -> bool:
+    """Whether hooks read or change what these modules get, and may count its rows, as PEFT's and NEFTune's do.
+
+    Not those by which transformers records outputs and asks for gradients of the embedding.
+    """
+    hooks = (
+        hook
+        for module in modules
+        for part in module.modules()
+        for found in (part._forward_hooks, part._forward_pre_hooks)
+        for hook in found.values()
+    )
+    return any(getattr(hook, "__module__", "") not in _HARMLESS for hook in hooks)
 
 
 def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> Any:
@@ -932,7 +957,7 @@ def find_starts(
     where `position_ids` (1 or b, n) return to the row's first.
 
     Raises:
-        ValueError: The boundaries do not match the input.
+        ValueError: The boundaries do not match the input, or all positions are equal.
     """
     cumulated, of_keys, numbers = given = [boundaries.get(name) for name in BOUNDARIES]
     if not all(map(is_readable, given)):
@@ -986,8 +1011,14 @@ def _starts_from_positions(shape: tuple[int, int], keep: Tensor | None, position
     real, of_row = positions[keep], torch.ones_like(rows, dtype=torch.bool)
     of_row[1:] = rows[1:] != rows[:-1]
     first = begins[rows, 0]
+    pairs = ~of_row[1:]
+    if pairs.any() and (real[1:] == real[:-1])[pairs].all():
+        raise ValueError(
+            "All `position_ids` are equal, as of texts of one token each. Leave them out, or if these are "
+            "texts, give `cu_seq_lens_q` and `cu_seq_lens_k`, or `seq_idx`."
+        )
     starts = torch.zeros_like(keep)
-    starts[rows[1:], columns[1:]] = (real[1:] <= real[:-1]) & (real[1:] == first[1:]) & ~of_row[1:]
+    starts[rows[1:], columns[1:]] = (real[1:] <= real[:-1]) & (real[1:] == first[1:]) & pairs
     starts[:, 0] = True
     return starts
 
@@ -2045,7 +2076,7 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
         norm = self.output.LayerNorm if self.norm_first else before.output.LayerNorm
         rows = self.feed_forward_rows or _rows_at_a_time(hidden_states, self.training)
         flat = hidden_states.flatten(0, 1)
-        if not rows or flat.shape[0] <= rows:
+        if not rows or flat.shape[0] <= rows or is_watched(self.intermediate, self.output):
             return self._feed_forward(hidden_states, norm)
         return torch.cat([self._feed_forward(block, norm) for block in flat.split(rows)]).view_as(hidden_states)
 
@@ -3131,6 +3162,8 @@ class EncoderModelMixin(BaseModelMixin):
             is_automatic = wanted is None and self.config._attn_implementation != "eager"
             if needs_rows or not is_readable(keep) or not (wanted or is_automatic):
                 return None
+            if not wanted and is_watched(self.embeddings, self.encoder):
+                return None
         shape, window = inputs.shape[:2], keywords.get("local_window")
         border = whole_length(self.config, self.config.local_window if window is None else window)
         unpadded = unpad_batch(keep, starts, shape, inputs.device, self.config.hidden_size, border)
@@ -3229,8 +3262,8 @@ def first_marked(keep: Tensor) -> Tensor:
 def question_marked(keep: Tensor, ends: Tensor, most: int) -> Tensor:
     """Mark the tokens before the first separator, the question's, given a padding mask (b, n).
 
-    `ends` (b, n) is True for separators, or for all tokens after the first text. Where the question has more than
-    `most` tokens, or no second text follows, the first token is marked.
+    `ends` (b, n) is True for separators, or for all tokens from the one that ends the first text. Where the question
+    has more than `most` tokens, or no second text follows, the first token is marked.
     """
     ended = (ends & keep).long().cumsum(-1) > 0
     # A single separator at the end leaves no second text.
@@ -3266,24 +3299,26 @@ def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | i
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+def problem_of(labels: Tensor, config: BoundedMemoryConfig) -> str:
+    """The `problem_type` that labels stand for."""
+    if config.num_labels == 1:
+        return "regression"
+    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+
 def classification_loss(
     logits: Tensor, labels: Tensor, config: BoundedMemoryConfig, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
     """Loss for `config.problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
 
     Without a `problem_type`, one output means regression, integer labels single-label, and float labels multi-label
-    classification; the config is not changed. Logits are (b, num_labels), labels (b,), or (b, num_labels) for
-    multi-label classification and regression with several targets.
+    classification. Logits are (b, num_labels), labels (b,), or (b, num_labels) for multi-label classification and
+    regression with several targets.
 
     Raises:
         ValueError: The shapes of labels and logits do not match, or there is no such `problem_type`.
     """
-    problem = config.problem_type
-    if problem is None:
-        if config.num_labels == 1:
-            problem = "regression"
-        else:
-            problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    problem = config.problem_type or problem_of(labels, config)
     if problem == "single_label_classification":
         return cross_entropy(logits, labels, num_items_in_batch)
     losses = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
@@ -3372,9 +3407,12 @@ class EncoderHeadMixin(HeadMixin):
             keep = self.base_model.tokens_to_keep(input_ids, attention_mask)
             if keep is None:
                 keep = torch.ones_like(input_ids if inputs_embeds is None else inputs_embeds[..., 0]).bool()
-            ends = self.text_ends(input_ids, token_type_ids) if marks == "question" else None
+            starts = self.base_model.find_texts(keep, keep, position_ids, kwargs)
+            ends = self.text_ends(input_ids, token_type_ids) if marks == "question" and starts is None else None
             most = self.config.max_global_tokens
             global_attention_mask = first_marked(keep) if ends is None else question_marked(keep, ends, most)
+            if starts is not None:  # several texts in a row
+                global_attention_mask = global_attention_mask | (starts & keep)
             kwargs["num_global_tokens"] = 1 if ends is None else most
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         return self.base_model(*inputs, global_attention_mask=global_attention_mask, return_dict=True, **kwargs)
@@ -3383,7 +3421,10 @@ class EncoderHeadMixin(HeadMixin):
         """Return where the first text of a pair has ended, (b, n) boolean: separators, or tokens of another type."""
         end = self.config.eos_token_id if self.config.sep_token_id is None else self.config.sep_token_id
         ends = [input_ids == end] if input_ids is not None and isinstance(end, int) else []
-        ends += [] if token_type_ids is None else [token_type_ids != 0]
+        if token_type_ids is not None:
+            second = token_type_ids != 0
+            # Without ids, the separator is the last token of the first text.
+            ends.append(second if ends else second | F.pad(second[:, 1:], (0, 1)))
         if not ends and not torch.compiler.is_compiling():
             logging.get_logger(__name__).warning_once(
                 "The model cannot tell where the question ends, and marks its first token alone: set "
@@ -3464,8 +3505,11 @@ class SequenceClassificationMixin(EncoderHeadMixin):
         return self.classifier(self.pooling(outputs, keep)), labels
 
     def head_loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Compute the loss for `config.problem_type`."""
-        return classification_loss(logits, labels, self.config, num_items_in_batch)
+        """Compute the loss for `config.problem_type`, which is kept: pipelines decide by it what they show."""
+        loss = classification_loss(logits, labels, self.config, num_items_in_batch)
+        if self.config.problem_type is None and not torch.compiler.is_compiling():
+            self.config.problem_type = problem_of(labels, self.config)
+        return loss
 
 
 class MultipleChoiceMixin(EncoderHeadMixin):
@@ -3558,13 +3602,14 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
             global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 
         Returns:
-            `loss` if both positions are given; `start_logits` and `end_logits` (b, n).
+            `loss` if both positions are given; `start_logits` and `end_logits` (b, n), of padding the least number.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
-        if start_positions is not None and end_positions is not None:
-            kwargs["unpad_inputs"] = False  # as in every model of transformers, padding competes in the loss
         outputs = self.encode(*inputs, **kwargs)
-        start_logits, end_logits = linear(self.qa_outputs, outputs.last_hidden_state).unbind(-1)
+        logits = linear(self.qa_outputs, outputs.last_hidden_state)
+        if (keep := self.base_model.tokens_to_keep(input_ids, attention_mask)) is not None:
+            logits = logits.masked_fill(~keep.unsqueeze(-1), torch.finfo(logits.dtype).min)
+        start_logits, end_logits = logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(

@@ -19,7 +19,7 @@ from ..configuration import BoundedMemoryConfig
 from ..ops.attention import float32_products
 from ..ops.context import ForwardContext
 from ..ops.convolution import depthwise_convolution
-from ..ops.recompute import may_recompute, save_inputs
+from ..ops.recompute import is_watched, may_recompute, save_inputs
 from ..ops.unpadding import UnpaddedContext
 from .memory_attention import FullAttention, MemoryAttention
 from .recorded import Recorded
@@ -147,7 +147,7 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
         norm = self.output.LayerNorm if self.norm_first else before.output.LayerNorm
         rows = self.feed_forward_rows or _rows_at_a_time(hidden_states, self.training)
         flat = hidden_states.flatten(0, 1)
-        if not rows or flat.shape[0] <= rows:
+        if not rows or flat.shape[0] <= rows or is_watched(self.intermediate, self.output):
             return self._feed_forward(hidden_states, norm)
         return torch.cat([self._feed_forward(block, norm) for block in flat.split(rows)]).view_as(hidden_states)
 

@@ -20,6 +20,7 @@ from ..configuration import BoundedMemoryConfig
 from ..layers.block import DepthwiseConvolution
 from ..ops.context import ForwardContext, make_encoder_context, whole_length
 from ..ops.positions import repeat_positions
+from ..ops.recompute import is_watched
 from ..ops.unpadding import BOUNDARIES, UnpaddedBatch, UnpaddedContext, find_starts, is_readable, unpad_batch
 from .base import BaseModelMixin, BoundedMemoryPreTrainedModel
 
@@ -332,6 +333,8 @@ class EncoderModelMixin(BaseModelMixin):
             # Eager attention is for looking at attention, row by row.
             is_automatic = wanted is None and self.config._attn_implementation != "eager"
             if needs_rows or not is_readable(keep) or not (wanted or is_automatic):
+                return None
+            if not wanted and is_watched(self.embeddings, self.encoder):
                 return None
         shape, window = inputs.shape[:2], keywords.get("local_window")
         border = whole_length(self.config, self.config.local_window if window is None else window)

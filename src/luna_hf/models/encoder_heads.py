@@ -100,8 +100,8 @@ def first_marked(keep: Tensor) -> Tensor:
 def question_marked(keep: Tensor, ends: Tensor, most: int) -> Tensor:
     """Mark the tokens before the first separator, the question's, given a padding mask (b, n).
 
-    `ends` (b, n) is True for separators, or for all tokens after the first text. Where the question has more than
-    `most` tokens, or no second text follows, the first token is marked.
+    `ends` (b, n) is True for separators, or for all tokens from the one that ends the first text. Where the question
+    has more than `most` tokens, or no second text follows, the first token is marked.
     """
     ended = (ends & keep).long().cumsum(-1) > 0
     # A single separator at the end leaves no second text.
@@ -137,24 +137,26 @@ def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | i
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+def problem_of(labels: Tensor, config: BoundedMemoryConfig) -> str:
+    """The `problem_type` that labels stand for."""
+    if config.num_labels == 1:
+        return "regression"
+    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+
 def classification_loss(
     logits: Tensor, labels: Tensor, config: BoundedMemoryConfig, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
     """Loss for `config.problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
 
     Without a `problem_type`, one output means regression, integer labels single-label, and float labels multi-label
-    classification; the config is not changed. Logits are (b, num_labels), labels (b,), or (b, num_labels) for
-    multi-label classification and regression with several targets.
+    classification. Logits are (b, num_labels), labels (b,), or (b, num_labels) for multi-label classification and
+    regression with several targets.
 
     Raises:
         ValueError: The shapes of labels and logits do not match, or there is no such `problem_type`.
     """
-    problem = config.problem_type
-    if problem is None:
-        if config.num_labels == 1:
-            problem = "regression"
-        else:
-            problem = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    problem = config.problem_type or problem_of(labels, config)
     if problem == "single_label_classification":
         return cross_entropy(logits, labels, num_items_in_batch)
     losses = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
@@ -243,9 +245,12 @@ class EncoderHeadMixin(HeadMixin):
             keep = self.base_model.tokens_to_keep(input_ids, attention_mask)
             if keep is None:
                 keep = torch.ones_like(input_ids if inputs_embeds is None else inputs_embeds[..., 0]).bool()
-            ends = self.text_ends(input_ids, token_type_ids) if marks == "question" else None
+            starts = self.base_model.find_texts(keep, keep, position_ids, kwargs)
+            ends = self.text_ends(input_ids, token_type_ids) if marks == "question" and starts is None else None
             most = self.config.max_global_tokens
             global_attention_mask = first_marked(keep) if ends is None else question_marked(keep, ends, most)
+            if starts is not None:  # several texts in a row
+                global_attention_mask = global_attention_mask | (starts & keep)
             kwargs["num_global_tokens"] = 1 if ends is None else most
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         return self.base_model(*inputs, global_attention_mask=global_attention_mask, return_dict=True, **kwargs)
@@ -254,7 +259,10 @@ class EncoderHeadMixin(HeadMixin):
         """Return where the first text of a pair has ended, (b, n) boolean: separators, or tokens of another type."""
         end = self.config.eos_token_id if self.config.sep_token_id is None else self.config.sep_token_id
         ends = [input_ids == end] if input_ids is not None and isinstance(end, int) else []
-        ends += [] if token_type_ids is None else [token_type_ids != 0]
+        if token_type_ids is not None:
+            second = token_type_ids != 0
+            # Without ids, the separator is the last token of the first text.
+            ends.append(second if ends else second | F.pad(second[:, 1:], (0, 1)))
         if not ends and not torch.compiler.is_compiling():
             logging.get_logger(__name__).warning_once(
                 "The model cannot tell where the question ends, and marks its first token alone: set "
@@ -335,8 +343,11 @@ class SequenceClassificationMixin(EncoderHeadMixin):
         return self.classifier(self.pooling(outputs, keep)), labels
 
     def head_loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Compute the loss for `config.problem_type`."""
-        return classification_loss(logits, labels, self.config, num_items_in_batch)
+        """Compute the loss for `config.problem_type`, which is kept: pipelines decide by it what they show."""
+        loss = classification_loss(logits, labels, self.config, num_items_in_batch)
+        if self.config.problem_type is None and not torch.compiler.is_compiling():
+            self.config.problem_type = problem_of(labels, self.config)
+        return loss
 
 
 class MultipleChoiceMixin(EncoderHeadMixin):
@@ -429,13 +440,14 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
             global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 
         Returns:
-            `loss` if both positions are given; `start_logits` and `end_logits` (b, n).
+            `loss` if both positions are given; `start_logits` and `end_logits` (b, n), of padding the least number.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
-        if start_positions is not None and end_positions is not None:
-            kwargs["unpad_inputs"] = False  # as in every model of transformers, padding competes in the loss
         outputs = self.encode(*inputs, **kwargs)
-        start_logits, end_logits = linear(self.qa_outputs, outputs.last_hidden_state).unbind(-1)
+        logits = linear(self.qa_outputs, outputs.last_hidden_state)
+        if (keep := self.base_model.tokens_to_keep(input_ids, attention_mask)) is not None:
+            logits = logits.masked_fill(~keep.unsqueeze(-1), torch.finfo(logits.dtype).min)
+        start_logits, end_logits = logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
             loss = self.loss_function(

@@ -19,6 +19,9 @@ from .attention import float32_products
 # Number of entries from which a tensor is worth the bookkeeping, some hundred microseconds.
 LEAST_ENTRIES = 2**18
 
+# Modules of transformers whose hooks take states of any shape.
+_HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+
 
 def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
     """Whether to compute what follows from `states`, by these modules, again in the backward pass.
@@ -36,6 +39,21 @@ def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def is_watched(*modules: nn.Module) -> bool:
+    """Whether hooks read or change what these modules get, and may count its rows, as PEFT's and NEFTune's do.
+
+    Not those by which transformers records outputs and asks for gradients of the embedding.
+    """
+    hooks = (
+        hook
+        for module in modules
+        for part in module.modules()
+        for found in (part._forward_hooks, part._forward_pre_hooks)
+        for hook in found.values()
+    )
+    return any(getattr(hook, "__module__", "") not in _HARMLESS for hook in hooks)
 
 
 def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> Any:

@@ -7,9 +7,15 @@ from torch import Tensor
 
 
 class _JoinGradients(torch.autograd.Function):
+    generate_vmap_rule = True  # with `setup_context`, what torch.func asks for
+
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:

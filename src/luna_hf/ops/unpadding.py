@@ -134,7 +134,7 @@ def find_starts(
     where `position_ids` (1 or b, n) return to the row's first.
 
     Raises:
-        ValueError: The boundaries do not match the input.
+        ValueError: The boundaries do not match the input, or all positions are equal.
     """
     cumulated, of_keys, numbers = given = [boundaries.get(name) for name in BOUNDARIES]
     if not all(map(is_readable, given)):
@@ -188,8 +188,14 @@ def _starts_from_positions(shape: tuple[int, int], keep: Tensor | None, position
     real, of_row = positions[keep], torch.ones_like(rows, dtype=torch.bool)
     of_row[1:] = rows[1:] != rows[:-1]
     first = begins[rows, 0]
+    pairs = ~of_row[1:]
+    if pairs.any() and (real[1:] == real[:-1])[pairs].all():
+        raise ValueError(
+            "All `position_ids` are equal, as of texts of one token each. Leave them out, or if these are "
+            "texts, give `cu_seq_lens_q` and `cu_seq_lens_k`, or `seq_idx`."
+        )
     starts = torch.zeros_like(keep)
-    starts[rows[1:], columns[1:]] = (real[1:] <= real[:-1]) & (real[1:] == first[1:]) & ~of_row[1:]
+    starts[rows[1:], columns[1:]] = (real[1:] <= real[:-1]) & (real[1:] == first[1:]) & pairs
     starts[:, 0] = True
     return starts
 
