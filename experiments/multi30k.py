@@ -76,7 +76,7 @@ DROPOUT = {"softmax": {"model.dropout": 0.1, "model.attention_dropout": 0.0}}
 OWN_DROPOUT = {"model.hidden_dropout_prob": 0.1, "model.attention_probs_dropout_prob": 0.0}
 DIRECTIONS = ("en-de", "de-en")
 METRICS = ("bleu", "bleu_lowercase", "chrf")
-OWN = ("model", "model_name", "output_dir", "seed", "source_language", "target_language")
+OWN = ("data", "model", "model_name", "output_dir", "seed", "source_language", "target_language")
 PROTOCOL = (
     "Every run sees the same batches in the same order for its seed, with a joint BPE for each direction. The mean of "
     "the last checkpoints translates the test set of 2016 with a beam; BLEU and chrF are sacreBLEU's. Nothing is "

@@ -161,11 +161,13 @@ def joined_versions(results: Iterable[dict[str, Any]]) -> dict[str, str]:
 def keep_published(result: dict[str, Any], folder: Path, subject: str, cell: Callable[[Any], Any]) -> None:
     """Add the published runs of the same recipe to those of a result, unless they have been repeated, and sort all.
 
-    `cell` gives what identifies a run, in the order of the table. What else the result lacks is kept, too.
+    `cell` gives what identifies a run, in the order of the table. What else the result lacks is kept, too. Recipes are
+    the same if all keys are equal that both have: a later version may have added some.
     """
     runs = {cell(run): run for run in result["runs"]}
     for published in map(read_json, folder.glob(f"{subject}-*.json")):
-        if published["recipe"] == result["recipe"]:
+        own, before = result["recipe"], published["recipe"]
+        if all(own[name] == before[name] for name in own.keys() & before.keys()):
             runs = {cell(run): run for run in published["runs"]} | runs
             result["commands"] = sorted({*published["commands"], *result["commands"]})
             result["versions"] = joined_versions([published, result])
