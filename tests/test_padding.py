@@ -188,3 +188,21 @@ def test_masked_tokens_that_are_not_padding_are_reported(caplog):
     assert "attention_mask" not in caplog.text
     model(ids, attention_mask=mask)
     assert "`attention_mask` hides tokens" in caplog.text
+
+
+@torch.no_grad()
+def test_padding_has_no_part_in_an_answer(model_type):
+    """Not in the loss, nor in the probabilities that a user makes of the logits."""
+    model, rows = tiny_model(model_type, "span").double(), [random_ids(1, size, seed=size)[0] for size in LENGTHS]
+    answers = {"start_positions": torch.tensor([1, 4, 2, 0]), "end_positions": torch.tensor([2, 9, 2, 0])}
+    for width in (17, 30):
+        ids, mask = pad(rows, width, "right", garbage)
+        found = model(input_ids=ids, attention_mask=mask, **answers)
+        losses = []
+        for number, row in enumerate(rows):
+            alone = model(row[None], **{name: each[number : number + 1] for name, each in answers.items()})
+            losses.append(alone.loss)
+            starts = found.start_logits[number].softmax(-1)
+            torch.testing.assert_close(starts[: len(row)], alone.start_logits[0].softmax(-1))
+            assert not starts[len(row) :].any()
+        torch.testing.assert_close(found.loss, torch.stack(losses).mean())

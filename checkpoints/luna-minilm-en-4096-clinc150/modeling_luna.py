@@ -74,7 +74,6 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_luna import BoundedMemoryConfig
 from .configuration_luna import LunaConfig
 from .configuration_luna import is_ours
-from .configuration_luna import logger
 from .configuration_luna import saved_file
 
 
@@ -2405,7 +2404,7 @@ def refuse_random_head(
         raise ValueError(
             f"{options['adapter_kwargs']['_adapter_model_path']} is an adapter without all weights of "
             f"{', '.join(sorted(heads))} of {name}, which would be random: load it with the Auto class of the head "
-            "that it was trained with."
+            "that it was trained with, or train it with these modules in `modules_to_save`."
         )
 
 
@@ -2852,9 +2851,6 @@ class HeadMixin:
 # Each `...Mixin` implements a complete model; a family's class only names its parts.
 
 
-logger = logging.get_logger(__name__)
-
-
 class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
     """Base class of all encoders: adds a position table of any length."""
 
@@ -3084,7 +3080,7 @@ class EncoderModelMixin(BaseModelMixin):
         """Warn once of masked tokens (b, n) that are not padding: unlike in a BERT, they get no states."""
         pad = self.config.pad_token_id
         if pad is not None and is_readable(keep) and ((input_ids != pad) & ~keep).any():
-            logger.warning_once(
+            logging.get_logger(__name__).warning_once(
                 "`attention_mask` hides tokens that are not padding (`pad_token_id`). Their states are zeros or those "
                 "of padding: do not use them, or pass 1 for these tokens."
             )
@@ -3602,13 +3598,13 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
             global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 
         Returns:
-            `loss` if both positions are given; `start_logits` and `end_logits` (b, n), of padding the least number.
+            `loss` if both positions are given; `start_logits` and `end_logits` (b, n), of padding -10,000.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
         outputs = self.encode(*inputs, **kwargs)
         logits = linear(self.qa_outputs, outputs.last_hidden_state)
         if (keep := self.base_model.tokens_to_keep(input_ids, attention_mask)) is not None:
-            logits = logits.masked_fill(~keep.unsqueeze(-1), torch.finfo(logits.dtype).min)
+            logits = logits.masked_fill(~keep.unsqueeze(-1), -1e4)  # finite in sums, and in half precision
         start_logits, end_logits = logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:

@@ -95,5 +95,5 @@ def refuse_random_head(
         raise ValueError(
             f"{options['adapter_kwargs']['_adapter_model_path']} is an adapter without all weights of "
             f"{', '.join(sorted(heads))} of {name}, which would be random: load it with the Auto class of the head "
-            "that it was trained with."
+            "that it was trained with, or train it with these modules in `modules_to_save`."
         )

@@ -24,8 +24,6 @@ from ..ops.recompute import is_watched
 from ..ops.unpadding import BOUNDARIES, UnpaddedBatch, UnpaddedContext, find_starts, is_readable, unpad_batch
 from .base import BaseModelMixin, BoundedMemoryPreTrainedModel
 
-logger = logging.get_logger(__name__)
-
 
 class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
     """Base class of all encoders: adds a position table of any length."""
@@ -256,7 +254,7 @@ class EncoderModelMixin(BaseModelMixin):
         """Warn once of masked tokens (b, n) that are not padding: unlike in a BERT, they get no states."""
         pad = self.config.pad_token_id
         if pad is not None and is_readable(keep) and ((input_ids != pad) & ~keep).any():
-            logger.warning_once(
+            logging.get_logger(__name__).warning_once(
                 "`attention_mask` hides tokens that are not padding (`pad_token_id`). Their states are zeros or those "
                 "of padding: do not use them, or pass 1 for these tokens."
             )

@@ -440,13 +440,13 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
             global_attention_mask: see `EncoderModelMixin.forward`; by default what `config.global_tokens` says.
 
         Returns:
-            `loss` if both positions are given; `start_logits` and `end_logits` (b, n), of padding the least number.
+            `loss` if both positions are given; `start_logits` and `end_logits` (b, n), of padding -10,000.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, global_attention_mask)
         outputs = self.encode(*inputs, **kwargs)
         logits = linear(self.qa_outputs, outputs.last_hidden_state)
         if (keep := self.base_model.tokens_to_keep(input_ids, attention_mask)) is not None:
-            logits = logits.masked_fill(~keep.unsqueeze(-1), torch.finfo(logits.dtype).min)
+            logits = logits.masked_fill(~keep.unsqueeze(-1), -1e4)  # finite in sums, and in half precision
         start_logits, end_logits = logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
