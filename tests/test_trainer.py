@@ -324,6 +324,7 @@ def test_hooks_on_the_embedding_see_rows():
     model, seen = tiny_model("luna"), []
     ids, mask = random_ids(2, 30), (torch.arange(30) < torch.tensor([[30], [2]])).long()
     model.enable_input_require_grads()
+    torch.nn.utils.spectral_norm(model.encoder.layer[0].output.dense)  # a hook of PyTorch, as those of sharding
     model(ids, attention_mask=mask, output_hidden_states=True)
     assert not is_watched(model)
     model.get_input_embeddings().register_forward_hook(lambda module, given, output: seen.append(output.shape[:2]))

@@ -19,8 +19,8 @@ from .attention import float32_products
 # Number of entries from which a tensor is worth the bookkeeping, some hundred microseconds.
 LEAST_ENTRIES = 2**18
 
-# Modules of transformers whose hooks take states of any shape.
-_HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
+# Where hooks come from that take states of any shape, such as those that gather sharded weights.
+_HARMLESS = ("transformers.utils.output_capturing", "transformers.modeling_utils", "torch.", "deepspeed.")
 
 
 def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
@@ -44,7 +44,7 @@ def _is_hooked(module: nn.Module) -> bool:
 def is_watched(*modules: nn.Module) -> bool:
     """Whether hooks read or change what these modules get, and may count its rows, as PEFT's and NEFTune's do.
 
-    Not those by which transformers records outputs and asks for gradients of the embedding.
+    Not those by which transformers records outputs and asks for gradients of the embedding, nor those of PyTorch.
     """
     hooks = (
         hook
@@ -53,7 +53,7 @@ def is_watched(*modules: nn.Module) -> bool:
         for found in (part._forward_hooks, part._forward_pre_hooks)
         for hook in found.values()
     )
-    return any(getattr(hook, "__module__", "") not in _HARMLESS for hook in hooks)
+    return not all((getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks)
 
 
 def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> Any:
