@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=[0], help="seeds of the new head and of the order (default: 0)")
     add("--rate", type=float, help="learning rate (default: that of the kind of task)")
     add("--rows", type=int, help="training rows of each task instead of the table's, for trials")
-    add("--bf16", action="store_true", help="train with matrix products in bfloat16, faster where the CPU has them")
+    add("--bf16", action="store_true", help="multiply matrices in bfloat16, faster where the CPU has them")
     add("--runs", nargs="+", type=Path, default=[Path("outputs/minilm-finetune")], help="folder of the runs")
     add("--results", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)

@@ -34,6 +34,7 @@ from variants import ROWS
 
 from luna_hf import FAMILIES
 from luna_hf.layers import block as modeling_layers
+from luna_hf.ops import unpadding
 from luna_hf.ops.recompute import is_watched
 
 
@@ -307,6 +308,7 @@ def test_every_row_has_its_adapter(targets, monkeypatch):
     """PEFT counts the rows of what its layers get: neither padding nor blocks of rows may change them."""
     peft = pytest.importorskip("peft")
     monkeypatch.setattr(modeling_layers, "_CPU_ROWS", 8)
+    monkeypatch.setattr(unpadding, "bucket_cost", lambda device, width: 1.0)  # padding would be skipped
     config = peft.LoraConfig(target_modules=targets, init_lora_weights=False)
     model = peft.get_peft_model(tiny_model("luna").double(), config, adapter_name="a")
     model.add_adapter("b", config)
@@ -319,8 +321,9 @@ def test_every_row_has_its_adapter(targets, monkeypatch):
         torch.testing.assert_close(found[row : row + 1, :length], alone)
 
 
-def test_hooks_on_the_embedding_see_rows():
+def test_hooks_on_the_embedding_see_rows(monkeypatch):
     """As NEFTune's, whose noise is scaled by their length. Those of transformers itself take any shape."""
+    monkeypatch.setattr(unpadding, "bucket_cost", lambda device, width: 1.0)  # padding would be skipped
     model, seen = tiny_model("luna"), []
     ids, mask = random_ids(2, 30), (torch.arange(30) < torch.tensor([[30], [2]])).long()
     model.enable_input_require_grads()
