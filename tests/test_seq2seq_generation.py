@@ -58,6 +58,9 @@ def test_the_state_changes_nothing(family, way):
     encoded = model.get_encoder()(**inputs)
     given = {"encoder_outputs": encoded, "attention_mask": inputs["attention_mask"]}
     assert torch.equal(texts(model, given, **WAYS[way]), expected)
+    encoded = model.get_encoder()(**inputs)  # transformers repeats the rows of a given output in place
+    given = {"encoder_outputs": encoded, "input_ids": inputs["input_ids"]}  # whose padding is known by its id
+    assert torch.equal(texts(model, given, **WAYS[way]), expected)
 
 
 @families
@@ -122,6 +125,8 @@ def test_a_state_of_another_source_is_refused(family):
     with torch.no_grad():
         model(**inputs, decoder_input_ids=first, cache=cache)
     start = {"cache": cache, "decoder_input_ids": torch.cat([first, first + 3], 1)}
+    with refused("3 rows", "repeat its rows"):
+        texts(model, {**inputs, **start}, num_beams=2)
     assert len(texts(model, {**source("left"), **start})) == 3
     with refused("another source"):
         texts(model, {**other, "cache": cache})

@@ -26,7 +26,15 @@ from translation.pairs import EncodedPairs, Order, updates
 
 from luna_hf import MemoryCache
 from luna_hf.scripting import read_json
-from luna_hf.simultaneous import Policy, ReadAll, SimultaneousTranslator, TranslationStream, WaitK, finished_words
+from luna_hf.simultaneous import (
+    Policy,
+    ReadAll,
+    SimultaneousTranslator,
+    TranslationStream,
+    WaitK,
+    Words,
+    finished_words,
+)
 
 families = pytest.mark.parametrize("family", list(FAMILIES))
 LENGTHS = (9, 14, 4)
@@ -70,6 +78,7 @@ def test_policies():
     assert WaitK(2).visible(lengths, 5).tolist() == [[2, 3, 3, 3, 3], [2, 3, 4, 5, 6]]
     assert ReadAll().visible(lengths, 2).tolist() == [[3, 3], [8, 8]]
     assert Pairwise().visible(lengths, 3).tolist() == [[2, 3, 3], [2, 4, 6]]
+    assert WaitK(torch.tensor(3).numpy()[()]).visible(lengths, 1).tolist() == [[3], [3]]
     for k in (0, 2.5):
         with refused(f"`k` is {k}"):
             WaitK(k)
@@ -147,13 +156,17 @@ def test_a_saved_stream_goes_on(family, tmp_path):
     stream = TranslationStream(model, WaitK(2), 2, max_new_tokens=9)
     stream.read(ids[:, :5])
     stream.write()
-    save_file(stream.state_dict(), tmp_path / "state.safetensors")
-    loaded = TranslationStream(model, WaitK(2), 2, max_new_tokens=9)
-    loaded.load_state_dict(load_file(tmp_path / "state.safetensors"))
-    for one in (stream, loaded):
+    kept, made = stream.state_dict(), []
+    save_file(kept, tmp_path / "state.safetensors")
+    for one in (stream, *(TranslationStream(model, WaitK(2), 2, max_new_tokens=9) for _ in range(2))):
+        if made:  # from memory, which the first stream left alone, and from the file
+            one.load_state_dict(kept if len(made) == 1 else load_file(tmp_path / "state.safetensors"))
         one.read(ids[:, 5:])
         one.end()
-    assert torch.equal(stream.write(), loaded.write()) and loaded.cache.nbytes == stream.cache.nbytes
+        made.append(one.write())
+    loaded = one
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
+    assert loaded.cache.nbytes == stream.cache.nbytes
     with refused("no state of a stream"):
         loaded.load_state_dict(stream.cache.state_dict())
     with refused("no tensor"):
@@ -183,6 +196,13 @@ def test_an_endless_source_keeps_the_state_and_stays_finite():
 def test_streams_refuse_what_cannot_be():
     with refused("source_is_causal"):
         TranslationStream(tiny_seq2seq_model("luna"), WaitK(2))
+    with refused("training mode"):
+        TranslationStream(make("luna").train(), WaitK(2))
+    for field in ({"forced_bos_token_id": 5}, {"no_repeat_ngram_size": 2}, {"suppress_tokens": [4]}, {"min_length": 3}):
+        model = make("luna")
+        model.generation_config.update(**field)
+        with refused("generation_config"):
+            TranslationStream(model, WaitK(2))
     stream = TranslationStream(make("luna"), WaitK(2))
     stream.read(random_ids(1, 3))
     stream.end()
@@ -221,6 +241,35 @@ def test_generate_goes_on_only_with_the_source_that_was_read():
     for one, own in ((model, made.cache), (whole, written)):
         with refused("another source"):
             one.generate(ids.roll(1), cache=own, max_new_tokens=5)
+
+
+@families
+@torch.no_grad()
+def test_a_policy_counts_the_tokens_of_prompts(family):
+    """Not their padding; also in chunks, which are not used."""
+    model, ids = make(family, [3]), random_ids(2, 12)
+    prompts = torch.tensor([[2, 5, 6, 7, 8], [1, 1, 1, 2, 9]])
+    options = {"policy": WaitK(1), "num_beams": 1, "max_new_tokens": 5}
+    given = {"decoder_input_ids": prompts, "decoder_attention_mask": (prompts != 1).long()}
+    made = model.generate(ids, **given, **options)
+    assert torch.equal(model.generate(ids, **given, **options, prefill_chunk_size=2), made)
+    for row, first in enumerate((0, 3)):
+        alone = model.generate(ids[row : row + 1], decoder_input_ids=prompts[row : row + 1, first:], **options)[0]
+        assert made[row, first : first + len(alone)].tolist() == alone.tolist()
+
+
+@torch.no_grad()
+def test_a_stream_starts_as_generate_does():
+    model, ids = make("luna", None), random_ids(1, 5)
+    for first in (2, 40):
+        model.generation_config.decoder_start_token_id = first
+        stream, parts = TranslationStream(model, WaitK(2)), []
+        for token in ids.split(1, dim=1):
+            stream.read(token)
+            parts.append(stream.write())
+        written = torch.cat(parts, 1)
+        made = model.generate(ids, policy=WaitK(2), max_new_tokens=9, num_beams=1)
+        assert made[0, 0] == first and torch.equal(made[:, 1 : 1 + written.shape[1]], written)
 
 
 @torch.no_grad()
@@ -279,7 +328,9 @@ def test_text_in_pieces_of_any_size(run):
     tokens = tokenizer(text, add_special_tokens=False).input_ids
     assert list(translator.stream([tokens[:3], tokens[3:]], max_new_tokens=20)) == pieces
     assert list(translator.stream([text[:7], tokenizer(text[7:], add_special_tokens=False).input_ids], 20)) == pieces
-    for wrong, error in ((b"two dogs", TypeError), (tokenizer(text).input_ids, ValueError)):
+    assert list(translator.stream([torch.tensor(tokens)], max_new_tokens=20)) == pieces
+    whole = tokenizer(text).input_ids
+    for wrong, error in ((b"two dogs", TypeError), (whole, ValueError), (torch.tensor(whole), ValueError)):
         with pytest.raises(error, match="chunk"):
             list(translator.stream([wrong]))
     for nothing in ([], ["", " "]):
@@ -314,17 +365,33 @@ def test_the_example_prints_words_as_they_arrive(run, capsys):
     assert translate_while_reading.main([str(run[0])]) == 2 and len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_words_are_yielded_as_soon_as_they_end(run):
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "wordpiece"])
+def test_words_are_yielded_as_soon_as_they_end(kind, run):
     """A word has ended when another one begins."""
-    tokenizer = AutoTokenizer.from_pretrained(run[1])
+    tokenizer = AutoTokenizer.from_pretrained(run[1]) if kind == "byte-level" else word_tokenizer(kind)
     ids = tokenizer("zwei rot hund", add_special_tokens=False).input_ids
     written = iter(ids)
     stream = SimpleNamespace(read=lambda _: None, write=lambda: torch.tensor([[next(written)]]))
-    translator, word, found = SimultaneousTranslator(SimpleNamespace(device="cpu"), tokenizer, WaitK(1)), [], []
+    translator, found = SimultaneousTranslator(SimpleNamespace(device="cpu"), tokenizer, WaitK(1)), []
+    words = Words(translator.decode)
     for number in range(len(ids)):
-        found += [(number, piece) for piece in translator.translate(stream, [0], word)]
-    starts = [place for place, token in enumerate(ids) if tokenizer.decode([token]).startswith(" ")]
-    assert found == [*zip(starts, ("zwei", " rot"), strict=True)] and translator.decode(word) == " hund"
+        found += [(number, piece) for piece in translator.translate(stream, [0], words)]
+    lengths = [len(tokenizer(text, add_special_tokens=False).input_ids) for text in ("zwei", "zwei rot")]
+    assert found == [*zip(lengths, ("zwei", " rot"), strict=True)] and words.text() == " hund"
+
+
+def word_tokenizer(kind):
+    """A tokenizer of a few words and their ends, whose decoder leaves out the space before a text."""
+    space, more = ("\u2581", "") if kind == "metaspace" else ("", "##")
+    pieces = [space + "zw", more + "ei", space + "rot", space + "hu", more + "nd"]
+    vocabulary = {piece: place for place, piece in enumerate(["[UNK]", *pieces])}
+    if kind == "wordpiece":
+        backend = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+    else:
+        backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in vocabulary], 0))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
 
 
 def endless():

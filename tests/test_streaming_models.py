@@ -287,6 +287,65 @@ def test_rows_of_a_state_can_be_chosen(family):
 # ---- errors ----
 
 
+@families
+@torch.no_grad()
+def test_a_state_that_has_read_more_than_it_may(family):
+    """What it has read cannot be hidden again, but from padding."""
+    model, source, target = make(family), random_ids(2, 6), random_ids(2, 3)
+    cache, few = MemoryCache(model.config), torch.full((2, 1), 2)
+    model(source, decoder_input_ids=target[:, :1], visible_source=few, cache=cache)
+    with refused("`visible_source`", "the state has read"):
+        model(decoder_input_ids=target[:, 1:2], visible_source=few + 1, cache=cache)
+    visible, mask = torch.tensor([[6], [3]]), torch.tensor([[1], [0]])
+    model(decoder_input_ids=target[:, 1:2], decoder_attention_mask=mask, visible_source=visible, cache=cache)
+
+
+@families
+@pytest.mark.parametrize("causal", [True, False])
+@torch.no_grad()
+def test_a_state_after_a_failed_pass(family, causal, monkeypatch):
+    """It goes on as if there had been none, or not at all."""
+    model = tiny_seq2seq_model(family, source_is_causal=causal).double()
+    source, target = random_ids(2, 5), random_ids(2, 3)
+    expected = model(source, decoder_input_ids=target).logits
+    for wrong in ({"decoder_input_ids": target + 5000}, {"decoder_attention_mask": torch.ones(2, 9)}):
+        cache = MemoryCache(model.config)
+        with pytest.raises(ValueError, match=r"id|mask"):
+            model(source, **{"decoder_input_ids": target, **wrong}, cache=cache)
+        if not causal:
+            torch.testing.assert_close(model(source, decoder_input_ids=target, cache=cache).logits, expected)
+            continue
+        for read_on in (model, model.base_model.write_source):
+            with refused("the encoder's state has read", "Create another state"):
+                read_on(input_ids=source, cache=cache, **({"decoder_input_ids": target} if read_on is model else {}))
+    cache = MemoryCache(model.config)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.get_decoder().encoder.layer[1], "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(source, decoder_input_ids=target, cache=cache)
+    with refused("failed midway"):
+        model(decoder_input_ids=target, cache=cache)
+    cache.reset()
+    torch.testing.assert_close(model(source, decoder_input_ids=target, cache=cache).logits, expected)
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt
+
+
+@torch.no_grad()
+def test_a_source_read_in_another_way_cannot_go_on():
+    """By a decoder without its encoder's state."""
+    model, source, target = make("luna"), random_ids(2, 5), random_ids(2, 3)
+    made = model.generate(source, policy=WaitK(2), max_new_tokens=3, num_beams=1, return_dict_in_generate=True)
+    with refused("cannot go on"):
+        model.base_model.write_source(made.cache, source)
+    cache = MemoryCache(model.config)
+    model(encoder_outputs=model.get_encoder()(source), decoder_input_ids=target, cache=cache)
+    with refused("cannot go on"):
+        model(source, decoder_input_ids=target, cache=cache)
+
+
 def test_what_is_refused():
     model = make("abc_memory")
     source, target = random_ids(2, 5), random_ids(2, 3)

@@ -32,7 +32,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from variants import ROWS
 
-from luna_hf import FAMILIES
+from luna_hf import FAMILIES, MemoryCache
 from luna_hf.layers import block as modeling_layers
 from luna_hf.ops import unpadding
 from luna_hf.ops.recompute import is_watched
@@ -302,23 +302,48 @@ def test_lora_trains_merges_and_comes_back(family, targets, tmp_path):
         torch.testing.assert_close(again(**batch).logits, merged(**batch).logits)
 
 
-@pytest.mark.parametrize("targets", [["query", "value", "key_value"], ["dense"]])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("make", [tiny_model, tiny_causal_model, tiny_seq2seq_model])
 @torch.no_grad()
-def test_every_row_has_its_adapter(targets, monkeypatch):
-    """PEFT counts the rows of what its layers get: neither padding nor blocks of rows may change them."""
+def test_every_row_has_its_adapter(family, make, monkeypatch):
+    """PEFT counts the rows of what its layers get: neither padding, blocks of rows nor slots may change them."""
     peft = pytest.importorskip("peft")
     monkeypatch.setattr(modeling_layers, "_CPU_ROWS", 8)
     monkeypatch.setattr(unpadding, "bucket_cost", lambda device, width: 1.0)  # padding would be skipped
-    config = peft.LoraConfig(target_modules=targets, init_lora_weights=False)
-    model = peft.get_peft_model(tiny_model("luna").double(), config, adapter_name="a")
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    fields = {"source_is_causal": True} if make is tiny_seq2seq_model else {}
+    model = peft.get_peft_model(make(family, **fields).double(), config, adapter_name="a")
     model.add_adapter("b", config)
     model.eval()
     ids, names = random_ids(3, 30).clamp(min=3), ["a", "b", "__base__"]
     mask = (torch.arange(30) < torch.tensor([[30], [4], [9]])).long()
-    found = model(input_ids=ids * mask + 1 - mask, attention_mask=mask, adapter_names=names).last_hidden_state
+    target = {"decoder_input_ids": random_ids(3, 30, seed=1)} if make is tiny_seq2seq_model else {}
+
+    def states(names, **inputs):
+        outputs = model(**inputs, adapter_names=names)
+        return outputs.last_hidden_state if make is tiny_model else outputs.logits
+
+    found = states(names, input_ids=ids * mask + 1 - mask, attention_mask=mask, **target)
     for row, length, name in zip(range(3), (30, 4, 9), names, strict=True):
-        alone = model(input_ids=ids[row : row + 1, :length], adapter_names=[name]).last_hidden_state
-        torch.testing.assert_close(found[row : row + 1, :length], alone)
+        own = {key: value[row : row + 1] for key, value in target.items()}
+        alone = states([name], input_ids=ids[row : row + 1, :length], **own)
+        torch.testing.assert_close(found[row : row + 1, : alone.shape[1]], alone)
+
+
+def test_a_change_of_adapters_reaches_a_state():
+    """Nothing that a state keeps of Luna's parameters belongs to adapters that may be off in the next pass."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny_causal_model("luna").double(), peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    ).eval()
+    ids, made = random_ids(2, 9), []
+    for grad in (False, True):  # with gradients, a state keeps none
+        cache = MemoryCache(model.config)
+        with torch.set_grad_enabled(grad):
+            with model.disable_adapter():
+                model(ids[:, :4], cache=cache)
+            made.append(model(ids[:, 4:], cache=cache).logits.detach())
+    torch.testing.assert_close(*made)
 
 
 def test_hooks_on_the_embedding_see_rows(monkeypatch):

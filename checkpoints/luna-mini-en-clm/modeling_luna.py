@@ -2749,6 +2749,8 @@ class MemoryCache(Cache):
         self.made_for = config
         # Input columns and real tokens so far, and a checksum of their ids, per row; they belong to no layer.
         self.rows = MemoryCacheLayer()
+        # Whether a pass has begun, and has not ended.
+        self.is_unfinished = False
         # Where the source is causal: the states of its encoder, and of the cross-attentions that its tokens write to.
         self.source: MemoryCache | None = None
         self.written: MemoryCache | None = None
@@ -2806,8 +2808,25 @@ class MemoryCache(Cache):
         """Return the number of input columns so far, padding included."""
         return int(self.rows.states["columns"][0]) if self.is_initialized else 0
 
+    def begin(self) -> None:
+        """Note that a pass begins to write to the layers, which `finish` or `count` ends.
+
+        Raises:
+            ValueError: An earlier pass has not ended, so that some layers have read more than others.
+        """
+        if self.is_unfinished:
+            raise ValueError(
+                "A pass with the state in `cache` has failed midway, and left it unusable. Create another state, or "
+                "load one from before."
+            )
+        self.is_unfinished = True
+
+    def finish(self) -> None:
+        """Note that a pass has written to all layers."""
+        self.is_unfinished = False
+
     def count(self, tokens: Tensor, columns: int, checksum: Tensor | int = -1) -> None:
-        """Record a forward pass.
+        """Record a forward pass, which has written to all layers.
 
         Args:
             tokens: (b,) real tokens of each row so far, including this pass.
@@ -2819,11 +2838,13 @@ class MemoryCache(Cache):
             seen = before = torch.zeros_like(tokens)
         checksum = (before + checksum).masked_fill((before < 0) | (checksum < 0), -1)
         self.rows.write(tokens=tokens, columns=seen + columns, checksum=checksum)
+        self.finish()
 
     def reset(self) -> None:
         """Discard the state."""
         super().reset()
         self.rows.reset()
+        self.finish()
         self.source = self.written = None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -2843,9 +2864,10 @@ class MemoryCache(Cache):
             part.detach()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors of the state by name, to be saved like a model's."""
+        """Return copies of the tensors of the state by name, which later passes do not change."""
         places = {**{f"layers.{place}": layer for place, layer in enumerate(self.layers)}, "rows": self.rows}
-        found = {f"{place}.{name}": state for place, layer in places.items() for name, state in layer.states.items()}
+        states = ((f"{place}.{name}", state) for place, layer in places.items() for name, state in layer.states.items())
+        found = {name: state.detach().clone() for name, state in states}
         for name in _PARTS:
             part = getattr(self, name)
             found |= {} if part is None else {f"{name}.{key}": state for key, state in part.state_dict().items()}
@@ -2964,6 +2986,8 @@ class GenerationHooks:
         self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], **others: Any
     ) -> ModelOutput:
         """Check that the prompt continues a given state, before transformers leaves out what the state contains."""
+        if self.config.is_encoder_decoder:  # in chunks, transformers passes on masks of the whole target
+            generation_config.prefill_chunk_size = None
         cache = self.get_decoder().open_cache(model_kwargs.get("cache"), False, input_ids.shape[0])
         if cache is not None and cache.is_initialized:
             translates = self.config.is_encoder_decoder
@@ -3166,6 +3190,8 @@ class DecoderModelMixin(BaseModelMixin):
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         """Apply the layers to embedded tokens (b, n, d)."""
+        if context.cache is not None:
+            context.cache.begin()
         return self.encoder(hidden_states, self.first_slot_states(), context)[0]
 
     def check_length(self, length: int, context: ForwardContext) -> None:
@@ -4113,9 +4139,12 @@ class LunaCausalPack(nn.Module):
         if self.slots is not None:
             init.normal_(self.slots, mean=0.0, std=1.0)
 
-    def forward(self) -> Tensor:
-        """Return P W_pq, (l, d). Calling the module, unlike reading `slots`, runs FSDP's and accelerate's hooks."""
-        return linear(self.query, self.slots)
+    def forward(self, batch: int) -> Tensor:
+        """Return P W_pq, (1, l, d), or (b, l, d) where hooks may tell rows apart, as PEFT's do.
+
+        Calling the module, unlike reading `slots`, runs FSDP's and accelerate's hooks.
+        """
+        return linear(self.query, self.slots.expand(batch if is_watched(self.query) else 1, -1, -1))
 
 
 class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
@@ -4134,7 +4163,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         if self.pack.slots is None:
             pack_query = cache.states[_SOURCE_QUERY] if slot_states is None else self.source_query(slot_states)
         else:
-            pack_query = self.pack_query(cache, hidden_states.device.type)
+            pack_query = self.pack_query(cache, hidden_states)
         activation = self.config.pack_activation
         weights = recomputed(pack_weights, pack_query, pack_key, activation)
         if activation == "exp":
@@ -4159,10 +4188,16 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         kept = {_SOURCE_QUERY: self.source_query(slot_states), _SOURCE_SLOTS: context.source.slot_keep}
         context.layer_cache(self.layer_idx).write(**kept)
 
-    def pack_query(self, cache: MemoryCacheLayer | None, device: str) -> Tensor:
-        """Return P W_pq, (1, h, l, c); cached while decoding, where it would cost more than the rest of the layer."""
-        if cache is None or torch.is_grad_enabled():
-            return split_heads(self.pack().unsqueeze(0), self.num_heads)
+    def pack_query(self, cache: MemoryCacheLayer | None, hidden_states: Tensor) -> Tensor:
+        """Return P W_pq, (b or 1, h, l, c) for states (b, n, d).
+
+        It is cached while decoding, where it would cost more than the rest of the layer, but not with adapters, which
+        may change from pass to pass.
+        """
+        query = self.pack.query
+        if cache is None or torch.is_grad_enabled() or is_watched(query) or any(True for _ in query.children()):
+            return split_heads(self.pack(len(hidden_states)), self.num_heads)
+        device = hidden_states.device.type
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
             return cache.constants["pack_query"]
         # It changes with the parameters' identity, version, dtype and device, and with autocast.
@@ -4170,7 +4205,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         for own in (self.pack.slots, *self.pack.query.parameters()):
             key += [id(own), own.dtype, own.device, 0 if own.is_inference() else own._version]
         if cache.constant_keys.get("pack_query") != key:
-            cache.constants["pack_query"] = self.pack_query(None, device).contiguous()
+            cache.constants["pack_query"] = self.pack_query(None, hidden_states).contiguous()
             cache.constant_keys["pack_query"] = key
         return cache.constants["pack_query"]
 

@@ -8,8 +8,10 @@ The model is an encoder-decoder with `source_is_causal=True`. Its state has cons
 source and of the translation. A *policy* decides when a token is written (Ma et al. 2019, "STACL", arXiv 1810.08398).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ class Policy:
 
     def visible(self, source_lengths: Tensor, length: int) -> Tensor:
         """Return `visible_source` (b, length) of a model's forward pass, for sources of these lengths (b,)."""
-        return visible(self, source_lengths, length)
+        return visible(self, source_lengths, torch.arange(length, device=source_lengths.device)[None])
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class WaitK(Policy):
     k: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or self.k < 1:
+        if not isinstance(self.k, Integral) or self.k < 1:
             raise ValueError(f"`k` is {self.k}, but it must be an integer of at least 1.")
 
     def needed(self, written: Tensor) -> Tensor:
@@ -74,6 +76,9 @@ class ReadAll(Policy):
 class TranslationStream:
     """Translations of a batch of sources that arrive token by token; the tokens with the highest scores are written.
 
+    Of the model's `generation_config`, it follows the ids of the start and the end and `max_new_tokens`. It neither
+    searches with beams nor samples.
+
     Args:
         model: an encoder-decoder with `source_is_causal=True`, in evaluation mode.
         policy: when to write.
@@ -83,7 +88,8 @@ class TranslationStream:
 
     Raises:
         TypeError: `policy` is no policy, or a wrong one.
-        ValueError: The model reads its source whole, the policy is wrong, or `max_new_tokens` is below 1.
+        ValueError: The model reads its source whole, is in training mode, or has a `generation_config` that changes the
+            scores of tokens; the policy is wrong, or `max_new_tokens` is below 1.
     """
 
     def __init__(
@@ -93,14 +99,18 @@ class TranslationStream:
             raise ValueError(
                 "A stream needs an encoder-decoder with `source_is_causal=True`; this model reads its source whole."
             )
+        if model.training:
+            raise ValueError("The model is in training mode, with dropout. Call `model.eval()` first.")
+        refuse_processors(model)
         self.model, self.policy, self.cache = model, policy, MemoryCache(model.config)
-        config, ends = model.config, model.generation_config.eos_token_id
+        settings, ends = model.generation_config, model.generation_config.eos_token_id
         self.ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        limits = (max_new_tokens, model.generation_config.max_new_tokens, _MOST)
+        limits = (max_new_tokens, settings.max_new_tokens, _MOST)
         self.most = next(limit for limit in limits if limit is not None)
         if self.most < 1:
             raise ValueError(f"`max_new_tokens` is {self.most}, but a translation has at least 1 token.")
-        start, new = config.decoder_start_token_id, {"device": model.device}
+        starts = (settings.decoder_start_token_id, model.config.decoder_start_token_id)
+        start, new = next(start for start in starts if start is not None), {"device": model.device}
         self.last = torch.full((rows, 1), start, **new)  # the newest target token
         # Source tokens, target tokens, and the latter since the end of the source.
         self.read_tokens, self.written, self.late = torch.zeros(3, rows, dtype=torch.long, **new)
@@ -119,6 +129,7 @@ class TranslationStream:
         """
         if missing := [name for name in _COUNTS if name not in tensors]:
             raise ValueError(f"The tensors lack {', '.join(missing)}, so they are no state of a stream.")
+        tensors = {name: tensor.to(self.model.device) for name, tensor in tensors.items()}
         self.cache.load_state_dict({name: state for name, state in tensors.items() if name not in _COUNTS})
         for name in _COUNTS:
             setattr(self, name, tensors[name].clone())
@@ -206,8 +217,8 @@ class SimultaneousTranslator:
         """
         stream = TranslationStream(self.model, self.policy, 1, max_new_tokens)
         first, last = self.special_tokens()
-        text, word = "", list[int]()
-        yield from self.translate(stream, first, word)
+        text, words = "", Words(self.decode)
+        yield from self.translate(stream, first, words)
         for chunk in chunks:
             if isinstance(chunk, str):
                 whole, text = finished_words(text, chunk)
@@ -215,21 +226,21 @@ class SimultaneousTranslator:
             elif isinstance(chunk, bytes):
                 raise TypeError("A chunk is bytes, not text: decode it with an incremental decoder of `codecs`.")
             else:
-                ids, text = [*self.encode(text), *chunk], ""
+                ids, text = [*self.encode(text), *map(int, chunk)], ""
             if {*first, *last} & {*ids}:
                 raise ValueError("A chunk of ids contains a special token of the source's ends: leave these out.")
-            yield from self.translate(stream, ids, word)
+            yield from self.translate(stream, ids, words)
         ids = self.encode(text.rstrip())
         if not ids and stream.read_tokens.item() == len(first):
             raise ValueError("The source is empty. Pass chunks of text.")
-        yield from self.translate(stream, [*ids, *last], word, ends=True)
-        if word:
-            yield self.decode(word)
+        yield from self.translate(stream, [*ids, *last], words, ends=True)
+        if words.unfinished:
+            yield words.text()
 
     def translate(
-        self, stream: TranslationStream, ids: Sequence[int], word: list[int], ends: bool = False
+        self, stream: TranslationStream, ids: Sequence[int], words: "Words", ends: bool = False
     ) -> Iterator[str]:
-        """Read tokens one by one, and yield finished words; `word` keeps the tokens of the one that is not."""
+        """Read tokens one by one, and yield finished words."""
         steps = [[token] for token in ids] or [[]] * ends
         for number, step in enumerate(steps, 1):
             if step:
@@ -237,10 +248,8 @@ class SimultaneousTranslator:
             if ends and number == len(steps):
                 stream.end()
             for token in stream.write()[0].tolist():
-                if word and self.decode([token]).startswith(" "):
-                    yield self.decode(word)
-                    word.clear()
-                word.append(token)
+                if word := words.add(token):
+                    yield word
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
@@ -257,6 +266,52 @@ class SimultaneousTranslator:
         special, found = ids["special_tokens_mask"], ids["input_ids"]
         first = special.index(0)
         return found[:first], found[len(special) - special[::-1].index(0) :]
+
+
+class Words:
+    """Splits target tokens into words, each with the space before it.
+
+    A word is decoded behind the one before it, because many tokenizers leave out the space before a text.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self.before, self.unfinished = list[int](), list[int]()
+
+    def text(self) -> str:
+        """Return the text of the unfinished word."""
+        return self.behind(self.before, self.unfinished)
+
+    def add(self, token: int) -> str:
+        """Add a token, and return the word that ends before it, if one does."""
+        word = ""
+        if self.unfinished and self.behind(self.unfinished[-1:], [token]).startswith(" "):
+            word = self.text()
+            self.before, self.unfinished = self.unfinished, []
+        self.unfinished.append(token)
+        return word
+
+    def behind(self, before: list[int], tokens: list[int]) -> str:
+        """Return the text of tokens behind others."""
+        return self.decode([*before, *tokens])[len(self.decode(before)) :]
+
+
+def refuse_processors(model: PreTrainedModel) -> None:
+    """Refuse a `generation_config` by which `generate` would change the scores of tokens.
+
+    Raises:
+        ValueError: Such a `generation_config`.
+    """
+    settings = copy.deepcopy(model.generation_config)
+    settings.do_sample = False
+    model._prepare_special_tokens(settings, True, device=model.device)
+    processors = model._get_logits_processor(settings, 1, torch.zeros(1, 1), device=model.device, model_kwargs={})
+    if processors:
+        names = ", ".join(type(processor).__name__ for processor in processors)
+        raise ValueError(
+            f"The model's `generation_config` asks for {names}, but a stream writes the tokens with the highest "
+            "scores. Unset these fields, or call `generate(policy=...)`."
+        )
 
 
 def finished_words(text: str, chunk: str) -> tuple[str, str]:

@@ -135,6 +135,8 @@ class MemoryCache(Cache):
         self.made_for = config
         # Input columns and real tokens so far, and a checksum of their ids, per row; they belong to no layer.
         self.rows = MemoryCacheLayer()
+        # Whether a pass has begun, and has not ended.
+        self.is_unfinished = False
         # Where the source is causal: the states of its encoder, and of the cross-attentions that its tokens write to.
         self.source: MemoryCache | None = None
         self.written: MemoryCache | None = None
@@ -192,8 +194,25 @@ class MemoryCache(Cache):
         """Return the number of input columns so far, padding included."""
         return int(self.rows.states["columns"][0]) if self.is_initialized else 0
 
+    def begin(self) -> None:
+        """Note that a pass begins to write to the layers, which `finish` or `count` ends.
+
+        Raises:
+            ValueError: An earlier pass has not ended, so that some layers have read more than others.
+        """
+        if self.is_unfinished:
+            raise ValueError(
+                "A pass with the state in `cache` has failed midway, and left it unusable. Create another state, or "
+                "load one from before."
+            )
+        self.is_unfinished = True
+
+    def finish(self) -> None:
+        """Note that a pass has written to all layers."""
+        self.is_unfinished = False
+
     def count(self, tokens: Tensor, columns: int, checksum: Tensor | int = -1) -> None:
-        """Record a forward pass.
+        """Record a forward pass, which has written to all layers.
 
         Args:
             tokens: (b,) real tokens of each row so far, including this pass.
@@ -205,11 +224,13 @@ class MemoryCache(Cache):
             seen = before = torch.zeros_like(tokens)
         checksum = (before + checksum).masked_fill((before < 0) | (checksum < 0), -1)
         self.rows.write(tokens=tokens, columns=seen + columns, checksum=checksum)
+        self.finish()
 
     def reset(self) -> None:
         """Discard the state."""
         super().reset()
         self.rows.reset()
+        self.finish()
         self.source = self.written = None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -229,9 +250,10 @@ class MemoryCache(Cache):
             part.detach()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors of the state by name, to be saved like a model's."""
+        """Return copies of the tensors of the state by name, which later passes do not change."""
         places = {**{f"layers.{place}": layer for place, layer in enumerate(self.layers)}, "rows": self.rows}
-        found = {f"{place}.{name}": state for place, layer in places.items() for name, state in layer.states.items()}
+        states = ((f"{place}.{name}", state) for place, layer in places.items() for name, state in layer.states.items())
+        found = {name: state.detach().clone() for name, state in states}
         for name in _PARTS:
             part = getattr(self, name)
             found |= {} if part is None else {f"{name}.{key}": state for key, state in part.state_dict().items()}

@@ -103,17 +103,25 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
 
     # ---- hooks of `generate` ----
 
+    def _prepare_model_inputs(
+        self, inputs: Tensor | None, bos_token_id: Tensor | None, model_kwargs: dict[str, Any]
+    ) -> tuple[Tensor, str | None, dict[str, Any]]:
+        """Like transformers', with a source's checksum, and the mask that the encoder derives from its ids."""
+        ids = model_kwargs.get("input_ids") if inputs is None else inputs
+        if ids is not None and not ids.is_floating_point():
+            if model_kwargs.get("attention_mask") is None:
+                model_kwargs["attention_mask"] = (ids != self.config.pad_token_id).long()
+            if model_kwargs["attention_mask"].shape == ids.shape:  # otherwise, the encoder refuses it
+                model_kwargs["source_checksum"] = source_checksum(ids, model_kwargs["attention_mask"])
+        return super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
+
     def _prepare_text_encoder_decoder_kwargs_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """Like transformers', with the mask that the encoder would derive from the ids, and without the target."""
-        if model_kwargs.get("attention_mask") is None and not inputs_tensor.is_floating_point():
-            model_kwargs["attention_mask"] = (inputs_tensor != self.config.pad_token_id).long()
-        others = ("labels", "logits_to_keep", "policy")
+        """Like transformers', without the target."""
+        others = ("labels", "logits_to_keep", "policy", "source_checksum")
         given = {name: value for name, value in model_kwargs.items() if name not in others}
         given = super()._prepare_text_encoder_decoder_kwargs_for_generation(inputs_tensor, given, *args, **kwargs)
-        if not inputs_tensor.is_floating_point():
-            model_kwargs["source_checksum"] = source_checksum(inputs_tensor, model_kwargs["attention_mask"])
         return model_kwargs | {"encoder_outputs": given["encoder_outputs"]}
 
     def _prepare_cache_for_generation(
@@ -144,8 +152,9 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         if cache is None:
             return
         decoder, mask = self.get_decoder(), model_kwargs.pop("attention_mask", None)
-        if not decoder.open_cache(cache, False, cache.batch_size).has_source:
-            decoder.write_source(cache, outputs, mask, outputs[0].shape[0])
+        rows = outputs[0].shape[0]
+        if not decoder.open_cache(cache, False, rows).has_source:
+            decoder.write_source(cache, outputs, mask, rows)
             if checksum is not None:
                 cache.note_source(checksum)
         elif checksum is None:
@@ -163,7 +172,8 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         if (policy := model_kwargs.get("policy")) is not None:
             mask, ends = model_kwargs["attention_mask"], generation_config._eos_token_tensor
             # Before all others, so that an end can be forced where the tokens run out.
-            processors.insert(0, EndAfterSource(policy, mask.sum(1), [] if ends is None else ends.tolist()))
+            ends = [] if ends is None else ends.tolist()
+            processors.insert(0, EndAfterSource(policy, mask.sum(1), ends, model_kwargs.get("decoder_attention_mask")))
         return processors
 
     def prepare_inputs_for_generation(
@@ -172,8 +182,9 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         """Like transformers', without a source if the state contains it, or with what a policy reads of it next."""
         inputs = super().prepare_inputs_for_generation(input_ids, *args, cache=cache, **kwargs)
         if policy is not None:
-            source = kwargs["encoder_outputs"], kwargs["attention_mask"]
-            return inputs | next_source(policy, *source, input_ids.shape[1], cache)
+            mask = kwargs.get("decoder_attention_mask")
+            mask = torch.ones_like(input_ids) if mask is None else mask
+            return inputs | next_source(policy, kwargs["encoder_outputs"], kwargs["attention_mask"], mask, cache)
         if cache is not None and cache.has_source:
             for name in ("encoder_outputs", "attention_mask"):
                 inputs.pop(name, None)

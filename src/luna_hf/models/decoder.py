@@ -123,6 +123,8 @@ class DecoderModelMixin(BaseModelMixin):
 
     def run_layers(self, hidden_states: Tensor, context: ForwardContext) -> Tensor:
         """Apply the layers to embedded tokens (b, n, d)."""
+        if context.cache is not None:
+            context.cache.begin()
         return self.encoder(hidden_states, self.first_slot_states(), context)[0]
 
     def check_length(self, length: int, context: ForwardContext) -> None:

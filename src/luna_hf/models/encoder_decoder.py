@@ -20,7 +20,7 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
 )
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
+from transformers.utils import TransformersKwargs, is_tracing
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
@@ -83,6 +83,7 @@ class CrossDecoderMixin(DecoderModelMixin):
         if cache is not None:
             if not cache.has_source:
                 self.write_source(cache, *source, context.options)
+            cache.begin()
             return self.encoder(hidden_states, self.first_slot_states(), None, context)[0]
         states, slot_states, context = self.begin_source(*source, context)
         hidden_states, slot_states = self.encoder(hidden_states, slot_states, states, context)
@@ -109,8 +110,10 @@ class CrossDecoderMixin(DecoderModelMixin):
         """
         context = ForwardContext(None, None, None, None, cache=cache, options=options or {})
         states, slot_states, context = self.begin_source(outputs, attention_mask, rows, context)
+        cache.begin()
         for layer in self.encoder.layer:
             slot_states = layer.write_source(slot_states, states, context)
+        cache.finish()
 
     def begin_source(
         self,
@@ -320,10 +323,11 @@ class Seq2SeqModelMixin:
                 "`visible_source` is only for models with `source_is_causal=True`; this one reads its source whole."
             )
         written = not streams and cache is not None and getattr(cache, "has_source", False)
-        if encoder_outputs is None and not written and (input_ids is not None or inputs_embeds is not None):
+        encodes = encoder_outputs is None and not written and (input_ids is not None or inputs_embeds is not None)
+        if input_ids is not None and (streams or encoder_outputs is not None):  # which take no id for padding
+            attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
+        if encodes:
             past = {"cache": self.open_source(cache)} if streams and cache is not None else {}
-            if streams:  # a causal model takes no id for padding
-                attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
             source = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
             encoder_outputs = self.encoder(*source, return_dict=True, **past, **kwargs)
             attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
@@ -381,7 +385,21 @@ class Seq2SeqModelMixin:
             cache.note_source(source_checksum(input_ids, keep))
 
     def open_source(self, cache: MemoryCache) -> MemoryCache:
-        """Return the state of a causal encoder within a decoder's state."""
+        """Return the state of a causal encoder within a decoder's state.
+
+        Raises:
+            ValueError: It has not read what the decoder has: a pass failed between the two, or the decoder was given
+                `encoder_outputs`.
+        """
         if cache.source is None:
             cache.source = MemoryCache(self.encoder.config)
+        read, written = cache.source.tokens, None if cache.written is None else cache.written.tokens
+        if is_tracing(read):
+            return cache.source
+        if (read is None) != (written is None) or (read is not None and not torch.equal(read, written.to(read.device))):
+            tokens = [0 if part is None else part.tolist() for part in (read, written)]
+            raise ValueError(
+                f"The source cannot go on: the encoder's state has read {tokens[0]} tokens, and the decoder's "
+                f"{tokens[1]} (after a failed pass, `generate` or `encoder_outputs`). Create another state."
+            )
         return cache.source

@@ -60,6 +60,8 @@ class GenerationHooks:
         self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], **others: Any
     ) -> ModelOutput:
         """Check that the prompt continues a given state, before transformers leaves out what the state contains."""
+        if self.config.is_encoder_decoder:  # in chunks, transformers passes on masks of the whole target
+            generation_config.prefill_chunk_size = None
         cache = self.get_decoder().open_cache(model_kwargs.get("cache"), False, input_ids.shape[0])
         if cache is not None and cache.is_initialized:
             translates = self.config.is_encoder_decoder

@@ -17,16 +17,19 @@ class EndAfterSource(LogitsProcessor):
         policy: a policy, see `luna_hf.simultaneous.Policy`.
         lengths: (b,) number of source tokens of each row.
         ends: ids that end a translation.
+        prompt_mask: (b, n) padding mask of the first target tokens; `None` if nothing is padded.
     """
 
-    def __init__(self, policy: Any, lengths: Tensor, ends: list[int]) -> None:
+    def __init__(self, policy: Any, lengths: Tensor, ends: list[int], prompt_mask: Tensor | None) -> None:
         self.policy, self.lengths, self.ends = policy, lengths, ends
+        self.padding = torch.zeros_like(lengths) if prompt_mask is None else (prompt_mask == 0).sum(1)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Mask the end in the scores (b, vocabulary) after the target tokens (b, n)."""
         rows = len(scores) // len(self.lengths)  # of beams
-        lengths = self.lengths.repeat_interleave(rows)
-        reading = visible(self.policy, lengths, input_ids.shape[1])[:, -1] < lengths
+        lengths, padding = (counts.repeat_interleave(rows) for counts in (self.lengths, self.padding))
+        written = input_ids.shape[1] - 1 - padding
+        reading = visible(self.policy, lengths, written[:, None])[:, 0] < lengths
         scores = scores.clone()
         scores[:, self.ends] = scores[:, self.ends].masked_fill(reading[:, None], -torch.inf)
         return scores
@@ -57,25 +60,33 @@ def needed(policy: Any, written: Tensor) -> Tensor:
     return found[0]
 
 
-def visible(policy: Any, lengths: Tensor, length: int) -> Tensor:
-    """Return how many source tokens a policy has read before each target token: (b,) lengths to (b, length)."""
-    found = needed(policy, torch.arange(length, device=lengths.device))
-    return torch.minimum(found.expand(len(lengths), -1), lengths[:, None]).clamp(min=1)
+def visible(policy: Any, lengths: Tensor, written: Tensor) -> Tensor:
+    """Return how many source tokens a policy has read before each target token, (b, n).
+
+    Args:
+        policy: see `EndAfterSource`.
+        lengths: (b,) number of source tokens.
+        written: (b or 1, n) number of target tokens before each.
+    """
+    return torch.minimum(needed(policy, written), lengths[:, None]).clamp(min=1)
 
 
-def next_source(policy: Any, outputs: ModelOutput, mask: Tensor, length: int, cache: MemoryCache) -> dict[str, Any]:
+def next_source(
+    policy: Any, outputs: ModelOutput, mask: Tensor, target_mask: Tensor, cache: MemoryCache
+) -> dict[str, Any]:
     """Return what a step reads: the source tokens that are not yet in the state, and how far each target token reads.
 
     Args:
         policy: see `EndAfterSource`.
         outputs: of the encoder, for the whole source (b, s).
         mask: (b, s) padding mask of the source.
-        length: number of target tokens, those in the state included.
+        target_mask: (b, n) padding mask of the target tokens, those in the state included.
         cache: the state.
     """
     counts, written = mask.long().cumsum(1), cache.written
     read = 0 if written is None or written.tokens is None else written.tokens[:, None]
-    shown = visible(policy, counts[:, -1], length)[:, cache.get_seq_length() :]
+    ranks = (target_mask.long().cumsum(1) - 1).clamp(min=0)
+    shown = visible(policy, counts[:, -1], ranks[:, cache.get_seq_length() :])
     new = (mask != 0) & (counts > read) & (counts <= shown[:, -1:])
     columns = new.any(0).nonzero().flatten()
     if not len(columns):

@@ -53,7 +53,7 @@ class StreamingDecoderMixin(CrossDecoderMixin):
         Args:
             encoder_outputs, encoder_attention_mask: see `CrossDecoderMixin.begin_source`.
             visible_source: (b, n) long, number of source tokens that each target token may read, those in the state
-                included; it never falls along a row. By default, all.
+                included, which cannot be hidden again; it never falls along a row. By default, all.
 
         Raises:
             ValueError: There is no source, or a shape or a number is wrong.
@@ -71,11 +71,13 @@ class StreamingDecoderMixin(CrossDecoderMixin):
         if visible_source is None:
             visible = (keep.sum(1, keepdim=True) + before).expand(batch, length)
         else:
-            visible = check_visible(visible_source, (batch, length))
+            visible = check_visible(visible_source, (batch, length), before, context.keep)
         order, targets, writes = interleave(keep, (visible - before).clamp(min=0))
         merged = make_context(writes, writes.shape[1], writes.device, written, context.options, context.window)
         merged = merged._replace(slots=context.slots, readers=targets)
         context = context._replace(source=Interleaving(order, targets, merged))
+        if cache is not None:
+            cache.begin()
         hidden_states, _ = self.encoder(hidden_states, self.first_slot_states(), states, context)
         if written is not None:
             written.count(merged.lengths[:, 0], keep.shape[1])
@@ -118,14 +120,27 @@ class StreamingDecoderMixin(CrossDecoderMixin):
         return states, torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if keep is None else keep
 
 
-def check_visible(visible: Tensor, shape: tuple[int, int]) -> Tensor:
+def check_visible(visible: Tensor, shape: tuple[int, int], before: Tensor | int, keep: Tensor | None) -> Tensor:
     """Return the numbers of visible source tokens (b, n) after a check; their values are not checked while tracing.
 
+    Args:
+        visible, shape: the numbers, and the shape that they must have.
+        before: (b, 1) source tokens that the state has read.
+        keep: (b, n) which target tokens are no padding.
+
     Raises:
-        ValueError: The shape is wrong, a number is below 1, or one is below the number before it.
+        ValueError: The shape is wrong, a number is below 1 or what the state has read, or below the number before it.
     """
     if visible.shape != shape:
         raise ValueError(f"`visible_source` has shape {tuple(visible.shape)}, but the target has {shape}.")
-    if not is_tracing(visible) and not visible.is_meta and bool((visible.diff(dim=1) < 0).any() or visible.min() < 1):
+    if is_tracing(visible) or visible.is_meta:
+        return visible.long()
+    if (visible.diff(dim=1) < 0).any() or visible.min() < 1:
         raise ValueError("`visible_source` must be at least 1, and may not fall from one target token to the next.")
+    hidden = visible < before
+    if (hidden if keep is None else hidden & keep).any():
+        raise ValueError(
+            "`visible_source` is below the number of source tokens that the state has read, which every later target "
+            "token reads. Pass source tokens only when the policy reads them."
+        )
     return visible.long()

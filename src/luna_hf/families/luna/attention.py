@@ -38,7 +38,7 @@ from ...layers.recorded import Recorded
 from ...ops.attention import KeyMask, linear, make_key_mask, product, project_heads, split_heads
 from ...ops.context import ForwardContext, drop_if_full
 from ...ops.memory_read import attend_heads
-from ...ops.recompute import recomputed
+from ...ops.recompute import is_watched, recomputed
 from .configuration import LunaConfig
 
 
@@ -204,9 +204,12 @@ class LunaCausalPack(nn.Module):
         if self.slots is not None:
             init.normal_(self.slots, mean=0.0, std=1.0)
 
-    def forward(self) -> Tensor:
-        """Return P W_pq, (l, d). Calling the module, unlike reading `slots`, runs FSDP's and accelerate's hooks."""
-        return linear(self.query, self.slots)
+    def forward(self, batch: int) -> Tensor:
+        """Return P W_pq, (1, l, d), or (b, l, d) where hooks may tell rows apart, as PEFT's do.
+
+        Calling the module, unlike reading `slots`, runs FSDP's and accelerate's hooks.
+        """
+        return linear(self.query, self.slots.expand(batch if is_watched(self.query) else 1, -1, -1))
 
 
 class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
@@ -225,7 +228,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         if self.pack.slots is None:
             pack_query = cache.states[_SOURCE_QUERY] if slot_states is None else self.source_query(slot_states)
         else:
-            pack_query = self.pack_query(cache, hidden_states.device.type)
+            pack_query = self.pack_query(cache, hidden_states)
         activation = self.config.pack_activation
         weights = recomputed(pack_weights, pack_query, pack_key, activation)
         if activation == "exp":
@@ -250,10 +253,16 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         kept = {_SOURCE_QUERY: self.source_query(slot_states), _SOURCE_SLOTS: context.source.slot_keep}
         context.layer_cache(self.layer_idx).write(**kept)
 
-    def pack_query(self, cache: MemoryCacheLayer | None, device: str) -> Tensor:
-        """Return P W_pq, (1, h, l, c); cached while decoding, where it would cost more than the rest of the layer."""
-        if cache is None or torch.is_grad_enabled():
-            return split_heads(self.pack().unsqueeze(0), self.num_heads)
+    def pack_query(self, cache: MemoryCacheLayer | None, hidden_states: Tensor) -> Tensor:
+        """Return P W_pq, (b or 1, h, l, c) for states (b, n, d).
+
+        It is cached while decoding, where it would cost more than the rest of the layer, but not with adapters, which
+        may change from pass to pass.
+        """
+        query = self.pack.query
+        if cache is None or torch.is_grad_enabled() or is_watched(query) or any(True for _ in query.children()):
+            return split_heads(self.pack(len(hidden_states)), self.num_heads)
+        device = hidden_states.device.type
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
             return cache.constants["pack_query"]
         # It changes with the parameters' identity, version, dtype and device, and with autocast.
@@ -261,6 +270,6 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         for own in (self.pack.slots, *self.pack.query.parameters()):
             key += [id(own), own.dtype, own.device, 0 if own.is_inference() else own._version]
         if cache.constant_keys.get("pack_query") != key:
-            cache.constants["pack_query"] = self.pack_query(None, device).contiguous()
+            cache.constants["pack_query"] = self.pack_query(None, hidden_states).contiguous()
             cache.constant_keys["pack_query"] = key
         return cache.constants["pack_query"]
