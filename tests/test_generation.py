@@ -326,6 +326,50 @@ def test_a_state_can_be_copied_and_reset(family):
 
 
 @families
+@torch.no_grad()
+def test_a_refused_or_interrupted_call_leaves_no_other_state(family, monkeypatch):
+    model, other, ids = wordy_model(family), wordy_model(family, num_hidden_layers=1), random_ids(2, 9)
+    cache, wrong = MemoryCache(model.config), MemoryCache(other.config)
+    model(ids, cache=cache)
+    other(ids, cache=wrong)
+    before = cache.tokens
+    states = {name: state for name, state in cache.state_dict().items() if name != "made_for"}
+    for refusing, tensors in (
+        (cache, wrong.state_dict()),
+        (MemoryCache(model.config), {**states, "layers.9.key": ids}),
+    ):
+        seen = refusing.get_seq_length()
+        with refused("Load"):
+            refusing.load_state_dict(tensors)
+        assert refusing.get_seq_length() == seen and refusing.nbytes == (cache.nbytes if seen else 0)
+    model(ids, cache=cache)
+    assert (cache.tokens - before == 9).all()
+    for name, given in (("reorder_cache", torch.tensor([1, 0])), ("batch_repeat_interleave", 2)):
+        own = copy.deepcopy(cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(own.rows, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(own, name)(given)
+        with refused("failed midway"):
+            model(random_ids(own.batch_size, 1), cache=own)
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt
+
+
+@families
+@torch.no_grad()
+def test_positions_without_rows(family):
+    """Also where their number is that of the heads."""
+    model, length = wordy_model(family), 4
+    assert model.config.num_attention_heads == length
+    ids, positions = random_ids(2, length), torch.arange(length)
+    expected = model(ids, position_ids=positions.expand(2, -1)).logits
+    torch.testing.assert_close(model(ids, position_ids=positions).logits, expected)
+
+
+@families
 def test_other_caches_are_refused(family):
     model, ids = wordy_model(family), random_ids(2, 7)
     with refused("cache", "DynamicCache", "MemoryCache"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import MIXING_FAMILIES, tiny_causal_model, tiny_model, window_of
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 
 from luna_hf import FAMILIES
 from luna_hf.ops import recompute
@@ -86,13 +87,88 @@ def test_transforms_of_functions(both):
     torch.testing.assert_close(actual, expected)
 
 
+def recorded(model, change, forward, undo):
+    """Gradients by name after a pass, if the model is as `undo` leaves it in the backward pass."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    state = change(model)
+    loss = forward(model)
+    undo(model, state)
+    loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def scale_queries(model):
+    queries = [module for name, module in model.named_modules() if name.endswith(("query", "output.dense"))]
+    return [module.register_forward_hook(lambda module, given, output: -3 * output) for module in queries]
+
+
+CHANGES = {
+    "hooks": (scale_queries, lambda model, hooks: [hook.remove() for hook in hooks]),
+    "mode": (lambda model: model.train(), lambda model, _: model.eval()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("causal", [False, True], ids=["encoder", "causal"])
+def test_a_backward_pass_belongs_to_its_forward_pass(family, causal, change, monkeypatch):
+    """Whatever hooks and mode the model has by then."""
+    model = (tiny_causal_model(family, **DROPOUT) if causal else tiny_model(family, kind="mlm", **DROPOUT)).double()
+    ids, found = torch.randint(3, 120, (2, 40), generator=torch.Generator().manual_seed(0)), []
+    for least in (2**60, 0):
+        monkeypatch.setattr(recompute, "LEAST_ENTRIES", least)
+        found.append(recorded(model, CHANGES[change][0], lambda model: model(ids, labels=ids).loss, CHANGES[change][1]))
+    torch.testing.assert_close(*found, **NEAR)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("causal", [False, True], ids=["encoder", "causal"])
+def test_gradients_of_other_parameters(family, causal, monkeypatch):
+    """`functional_call` gives a module its own parameters back before the backward pass."""
+    model = (tiny_causal_model(family) if causal else tiny_model(family, kind="mlm")).double()
+    ids, found = torch.randint(3, 120, (2, 40), generator=torch.Generator().manual_seed(0)), []
+    for least in (2**60, 0):
+        monkeypatch.setattr(recompute, "LEAST_ENTRIES", least)
+        others = {name: (-1.5 * weight.detach()).requires_grad_() for name, weight in model.named_parameters()}
+        functional_call(model, others, (ids,), {"labels": ids}).loss.backward()
+        found.append({name: weight.grad for name, weight in others.items() if weight.grad is not None})
+    torch.testing.assert_close(*found, **NEAR)
+    loss = model(ids, labels=ids).loss
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+
+
+def test_gradients_of_two_adapters(monkeypatch):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model(kind="mlm").double(), config, adapter_name="first")
+    model.add_adapter("second", config)
+    ids, found = torch.randint(3, 120, (2, 40), generator=torch.Generator().manual_seed(0)), []
+    for least in (2**60, 0):
+        monkeypatch.setattr(recompute, "LEAST_ENTRIES", least)
+        losses = []
+        for name in ("first", "second"):
+            model.set_adapter(name)
+            model.set_requires_grad(["first", "second"])
+            losses.append(model(input_ids=ids, labels=ids).loss)
+        model.zero_grad()
+        sum(losses).backward()
+        found.append({name: weight.grad.clone() for name, weight in model.named_parameters() if weight.requires_grad})
+    torch.testing.assert_close(*found, **NEAR)
+
+
 def test_hooks_see_one_computation(both):
     model, seen = tiny_model(num_hidden_layers=1).train(), []
     layer = model.encoder.layer[0]
-    for module in (layer.intermediate, layer.intermediate.dense, layer.output.dense, layer.attention.output.LayerNorm):
+    modules = (layer.intermediate, layer.intermediate.dense, layer.output.dense, layer.attention.output.LayerNorm)
+    for module in (*modules, layer.attention.self.query):
         module.register_forward_hook(lambda *called: seen.append(called[0]))
     model(torch.full((1, 20), 5)).last_hidden_state.sum().backward()
-    assert len(seen) == 4
+    assert len(seen) == 5
 
 
 def kept_bytes(call, *own):

@@ -181,6 +181,45 @@ def test_a_saved_stream_goes_on(family, tmp_path):
         whole.load_state_dict({name: tensor for name, tensor in state.items() if name != "made_for"})
 
 
+@families
+@torch.no_grad()
+def test_a_stream_after_a_failed_call(family, monkeypatch):
+    """Nothing is read or written twice, and no token is lost."""
+    model, ids = make(family, None), random_ids(1, 9)
+    decoder = model.get_decoder().encoder.layer[1]
+    for part, name in ((decoder, "write_source"), (model.get_encoder().encoder.layer[1], "forward")):
+        stream = TranslationStream(model, WaitK(2))
+        stream.read(ids[:, :4])
+        with monkeypatch.context() as patch:
+            patch.setattr(part, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stream.read(ids[:, 4:])
+        for call in (stream.write, lambda stream=stream: stream.read(ids[:, 4:])):
+            with refused("Create another state"):
+                call()
+    stream = TranslationStream(model, WaitK(2))
+    stream.read(ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.lm_head, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.write()
+    with refused("`write` has failed"):
+        stream.write()
+    policy = WaitK(2)
+    stream, expected = TranslationStream(model, policy), TranslationStream(model, policy)
+    for one in (stream, expected):
+        one.read(ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(WaitK, "needed", lambda self, written: interrupted() if (written == 3).any() else written + 2)
+        with pytest.raises(KeyboardInterrupt):
+            stream.write()
+    assert torch.equal(stream.write(), expected.write())
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt
+
+
 @torch.no_grad()
 def test_an_endless_source_keeps_the_state_and_stays_finite():
     model = tiny_seq2seq_model("leapformer", source_is_causal=True, position_embedding_type="sinusoidal")
@@ -253,6 +292,9 @@ def test_a_policy_counts_the_tokens_of_prompts(family):
     given = {"decoder_input_ids": prompts, "decoder_attention_mask": (prompts != 1).long()}
     made = model.generate(ids, **given, **options)
     assert torch.equal(model.generate(ids, **given, **options, prefill_chunk_size=2), made)
+    mask = torch.ones_like(ids)
+    for kind in (torch.bool, torch.float):
+        assert torch.equal(model.generate(ids, attention_mask=mask.to(kind), **given, **options), made)
     for row, first in enumerate((0, 3)):
         alone = model.generate(ids[row : row + 1], decoder_input_ids=prompts[row : row + 1, first:], **options)[0]
         assert made[row, first : first + len(alone)].tolist() == alone.tolist()

@@ -27,6 +27,8 @@ from helpers import (
     variants_of,
 )
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import prune
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, default_data_collator
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -346,6 +348,27 @@ def test_a_change_of_adapters_reaches_a_state():
     torch.testing.assert_close(*made)
 
 
+@torch.no_grad()
+def test_a_change_of_masks_and_data_reaches_a_state():
+    """As of a pruned layer, and of parameters whose data are replaced."""
+    model, ids, made = tiny_causal_model("luna").double(), random_ids(2, 9), []
+    queries = [layer.attention.self.pack.query for layer in model.base_model.encoder.layer]
+    changes = [
+        lambda query: prune.l1_unstructured(query, "weight", 0.7),
+        lambda query: prune.l1_unstructured(query, "weight", 0.7),
+        lambda query: setattr(query.weight_orig, "data", -query.weight_orig.data),
+    ]
+    for change in changes:
+        cache = MemoryCache(model.config)
+        model(ids[:, :4], cache=cache)
+        for query in queries:
+            change(query)
+        fresh = MemoryCache(model.config)
+        fresh.load_state_dict(cache.state_dict())  # without what it keeps of the parameters
+        made = [model(ids[:, 4:], cache=state).logits for state in (cache, fresh)]
+        torch.testing.assert_close(*made)
+
+
 def test_hooks_on_the_embedding_see_rows(monkeypatch):
     """As NEFTune's, whose noise is scaled by their length. Those of transformers itself take any shape."""
     monkeypatch.setattr(unpadding, "bucket_cost", lambda device, width: 1.0)  # padding would be skipped
@@ -355,9 +378,23 @@ def test_hooks_on_the_embedding_see_rows(monkeypatch):
     torch.nn.utils.spectral_norm(model.encoder.layer[0].output.dense)  # a hook of PyTorch, as those of sharding
     model(ids, attention_mask=mask, output_hidden_states=True)
     assert not is_watched(model)
-    model.get_input_embeddings().register_forward_hook(lambda module, given, output: seen.append(output.shape[:2]))
+    hook = model.get_input_embeddings().register_forward_hook(lambda module, given, out: seen.append(out.shape[:2]))
     model(ids, attention_mask=mask)
     assert seen == [(2, 30)]
+    hook.remove()
+    inner = model.encoder.layer[0].intermediate
+    hook = inner.register_full_backward_hook(lambda module, given, grad: seen.append(grad[0].shape[:2]))
+    model(ids, attention_mask=mask).last_hidden_state.sum().backward()
+    hook.remove()
+    hook = model.packed_embeddings.register_forward_hook(lambda module, given, out: seen.append(out.shape[:1]))
+    model(ids, attention_mask=mask)
+    hook.remove()
+    hook = register_module_forward_hook(lambda part, _, out: seen.append(out.shape[:2]) if part is inner else None)
+    model(ids, attention_mask=mask)
+    hook.remove()
+    inner.forward = lambda states, forward=inner.forward: (seen.append(states.shape[:2]), forward(states))[1]
+    model(ids, attention_mask=mask)
+    assert seen == [(2, 30), (2, 30), (2,), (2, 30), (2, 30)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,8 +19,10 @@ import sys
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import reduce
@@ -32,6 +34,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules import module as hooks_of_all
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils._pytree import tree_unflatten
@@ -789,6 +792,9 @@ def _convolve(states: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
 # Every tensor that an operation's gradient needs stays in memory until the backward pass. `save_inputs` keeps the
 # inputs of a function instead. The numbers stay the same, dropout included; the function runs again in the backward
 # pass, up to the last tensor that a gradient needs, so that a linear layer at its end is not applied again.
+#
+# By then, modules may have other parameters (`torch.func.functional_call`), adapters, hooks or another mode. So these
+# functions do not call modules, but what `snapshot` makes of them.
 
 
 # Number of entries from which a tensor is worth the bookkeeping, some hundred microseconds.
@@ -814,45 +820,105 @@ def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return any(_hooks_of(module)) or hooks_of_all._has_any_global_hook() or "forward" in vars(module)
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Callable], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+class Snapshot:
+    """A layer with the parameters and the mode that it has now, whatever becomes of the module."""
+
+    def __init__(self, function: Callable[..., Tensor], *parameters: Any) -> None:
+        self.function, self.parameters = function, parameters
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        tensors = (given for given in self.parameters if isinstance(given, Tensor))
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Raises:
+            RuntimeError: A parameter has been changed in place since.
+        """
+        if self._versions() != self.versions:
+            raise RuntimeError(
+                "A parameter that is needed for the gradient has been modified in place: run the backward pass before "
+                "the optimizer's step."
+            )
+        return self.function(states, *self.parameters)
+
+
+def snapshot(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return a linear layer, norm, dropout or module without parameters as it is now; `None` for others.
+
+    Others are adapters and quantised layers, and modules with hooks.
+    """
+    if _is_hooked(module):
+        return None
+    if type(module) is nn.Linear:
+        return Snapshot(F.linear, module.weight, module.bias)
+    if type(module) is nn.LayerNorm:
+        return Snapshot(F.layer_norm, module.normalized_shape, module.weight, module.bias, module.eps)
+    if type(module) is nn.Dropout:
+        return Snapshot(F.dropout, module.p, module.training)
+    return None if [*module.parameters(), *module.buffers()] else module
 
 
 def is_watched(*modules: nn.Module) -> bool:
     """Whether hooks read or change what these modules get, and may count its rows, as PEFT's and NEFTune's do.
 
-    Not those by which transformers records outputs and asks for gradients of the embedding, nor those of PyTorch.
+    Not those by which transformers records outputs and asks for gradients of the embedding, nor those of PyTorch and
+    accelerate.
     """
-    hooks = (
-        hook
-        for module in modules
-        for part in module.modules()
-        for found in (part._forward_hooks, part._forward_pre_hooks)
-        for hook in found.values()
-    )
+    parts = [part for module in modules for part in module.modules()]
+    if any("forward" in vars(part) and not hasattr(part, "_hf_hook") for part in parts):
+        return True
+    if hooks_of_all._has_any_global_hook():
+        return True
+    hooks = (hook for part in parts for found in _hooks_of(part) for hook in found.values())
     return not all((getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks)
 
 
-def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> Any:
+def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any, module: nn.Module | None = None) -> Any:
     """Compute `function(states, *inputs)`, such that only the inputs are kept, if `may_recompute(states)`."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not may_recompute(states):
         return function(states, *inputs)
-    return save_inputs(function, states, *inputs) if may_recompute(states) else function(states, *inputs)
+    return save_inputs(function, states, *inputs, module=module)
 
 
-def save_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
+def save_inputs(function: Callable[..., Any], *inputs: Any, module: nn.Module | None = None) -> Any:
     """Compute `function(*inputs)`, and keep only the inputs for the backward pass.
 
     Args:
-        function: must not hold tensors of the tokens itself: with gradient checkpointing, these would stay in memory.
+        function: must not use parameters but those in `inputs` or a `snapshot`, nor hold tensors of the tokens itself:
+            with gradient checkpointing, these would stay in memory.
         inputs: tensors, tuples of them, or anything else.
+        module: one whose `training` the function reads.
     """
     leaves, structure = tree_flatten(inputs)
+    training = module is not None and module.training
 
     def apply(*leaves: Any) -> Any:
-        with float32_products(leaves[0]):  # in the backward pass, the layer's own has ended
+        with float32_products(leaves[0]), _in_mode(module, training):  # which may be others in the backward pass
             return function(*tree_unflatten(leaves, structure))
 
     return checkpoint(apply, *leaves, use_reentrant=False)
+
+
+@contextmanager
+def _in_mode(module: nn.Module | None, training: bool) -> Iterator[None]:
+    if module is None or module.training == training:
+        yield
+        return
+    module.training = training
+    try:
+        yield
+    finally:
+        module.training = not training
 
 
 # ---- ops/unpadding.py ----
@@ -1921,15 +1987,17 @@ class MemoryAttention(Recorded):
         if torch.is_grad_enabled() and self.config._attn_implementation != "eager":
             parts = memory.parts
             keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in parts)
-            if keys <= hidden_states.shape[-1] * _MOST_KEYS:  # the backward pass reads again
-                return recomputed(self._read, hidden_states, memory, context)
-        return self._read(hidden_states, memory, context)
+            if keys <= hidden_states.shape[-1] * _MOST_KEYS and may_recompute(hidden_states):
+                project = snapshot(self.query)
+                states = hidden_states if project else self.query(hidden_states)
+                return save_inputs(self._read, states, memory, context, project or _same, module=self)
+        return self._read(hidden_states, memory, context, self.query)
 
     def _read(
-        self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None
+        self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None, project: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         shape = (*hidden_states.shape[:-1], self.num_heads, self.head_size)
-        query = self.query(hidden_states).view(shape).transpose(1, 2)
+        query = project(hidden_states).view(shape).transpose(1, 2)
         options = {} if context is None else context.options
         output, weights = self.read_parts(query, memory.parts, options)
         if memory.marked is None:
@@ -1956,6 +2024,10 @@ class MemoryAttention(Recorded):
         memory = self.write_own(hidden_states, slot_states, context)
         output, weights = self.read(hidden_states, memory, context)
         return output, memory.slot_states, weights
+
+
+def _same(states: Tensor) -> Tensor:
+    return states
 
 
 class FullAttention(MemoryAttention):
@@ -2106,28 +2178,39 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
         return torch.cat([self._feed_forward(block, norm) for block in flat.split(rows)]).view_as(hidden_states)
 
     def _feed_forward(self, states: Tensor, norm: nn.LayerNorm) -> Tensor:
+        parts: list[Any] = [None]
+        if torch.is_grad_enabled() and may_recompute(states, self.intermediate, self.output):
+            inner, output = self.intermediate, self.output
+            parts = [snapshot(part) for part in (norm, inner.dense, inner.activation, inner.dropout, output.dense)]
+        if None in parts:
+            normed = norm(states)
+            states = states if self.norm_first else normed
+            update = self.output.dense(self.intermediate(normed))
+        else:
+            states, update = self._feed_forward_again(states, *parts)
+        states = states + self.output.dropout(update)
+        return states if self.norm_first else self.output.LayerNorm(states)
+
+    def _feed_forward_again(
+        self, states: Tensor, norm: Callable, dense: Callable, activation: Callable, dropout: Callable, last: Callable
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states and their update, some of which is computed again in the backward pass."""
+
         def widen(states: Tensor) -> tuple[Tensor, Tensor]:
             normed = norm(states)
-            return states if self.norm_first else normed, self.intermediate.dense(normed)
+            return states if self.norm_first else normed, dense(normed)
 
         def narrow(inner: Tensor) -> Tensor:
-            return self.output.dense(self.intermediate.dropout(self.intermediate.activation(inner)))
+            return last(dropout(activation(inner)))
 
         def apply(states: Tensor) -> tuple[Tensor, Tensor]:
             states, inner = widen(states)
             return states, narrow(inner)
 
-        if not (torch.is_grad_enabled() and may_recompute(states, norm, self.intermediate, self.output)):
-            normed = norm(states)
-            states = states if self.norm_first else normed
-            update = self.output.dense(self.intermediate(normed))
-        elif self.gradient_checkpointing and self.training:  # memory counts more than time
-            states, update = save_inputs(apply, states)
-        else:  # the large products are kept; norms and activations are cheap
-            states, inner = save_inputs(widen, states)
-            update = save_inputs(narrow, inner)
-        states = states + self.output.dropout(update)
-        return states if self.norm_first else self.output.LayerNorm(states)
+        if self.gradient_checkpointing and self.training:  # memory counts more than time
+            return save_inputs(apply, states)
+        states, inner = save_inputs(widen, states)  # the large products are kept; norms and activations are cheap
+        return states, save_inputs(narrow, inner)
 
 
 def _rows_at_a_time(states: Tensor, training: bool) -> int:
@@ -3184,7 +3267,7 @@ class EncoderModelMixin(BaseModelMixin):
             is_automatic = wanted is None and self.config._attn_implementation != "eager"
             if needs_rows or not is_readable(keep) or not (wanted or is_automatic):
                 return None
-            if not wanted and is_watched(self.embeddings, self.encoder):
+            if not wanted and is_watched(self):
                 return None
         shape, window = inputs.shape[:2], keywords.get("local_window")
         border = whole_length(self.config, self.config.local_window if window is None else window)
@@ -3994,8 +4077,8 @@ class AbcAttention(AbcControlled):
             return self.write_weighted(phi, sources), filled, counts
 
         inputs = states, sources, weight
-        # The weights of few slots take a few per cent of a layer's time.
-        few = weight.shape[0] <= states.shape[2]
+        # The weights of few slots take a few per cent of a layer's time. One source: it is projected when written.
+        few = weight.shape[0] <= states.shape[2] and len(sources) == 2
         written, filled, counts = recomputed(write, *inputs) if few else write(*inputs)
         return self.slot_memory(*written, context, filled, counts)
 

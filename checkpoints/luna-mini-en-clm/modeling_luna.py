@@ -20,8 +20,10 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import fields
@@ -37,6 +39,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules import module as hooks_of_all
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils._pytree import tree_unflatten
@@ -704,6 +707,9 @@ def _convolve(states: Tensor, weight: Tensor, padding: int = 0) -> Tensor:
 # Every tensor that an operation's gradient needs stays in memory until the backward pass. `save_inputs` keeps the
 # inputs of a function instead. The numbers stay the same, dropout included; the function runs again in the backward
 # pass, up to the last tensor that a gradient needs, so that a linear layer at its end is not applied again.
+#
+# By then, modules may have other parameters (`torch.func.functional_call`), adapters, hooks or another mode. So these
+# functions do not call modules, but what `snapshot` makes of them.
 
 
 # Number of entries from which a tensor is worth the bookkeeping, some hundred microseconds.
@@ -729,45 +735,105 @@ def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return any(_hooks_of(module)) or hooks_of_all._has_any_global_hook() or "forward" in vars(module)
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Callable], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+class Snapshot:
+    """A layer with the parameters and the mode that it has now, whatever becomes of the module."""
+
+    def __init__(self, function: Callable[..., Tensor], *parameters: Any) -> None:
+        self.function, self.parameters = function, parameters
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        tensors = (given for given in self.parameters if isinstance(given, Tensor))
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Raises:
+            RuntimeError: A parameter has been changed in place since.
+        """
+        if self._versions() != self.versions:
+            raise RuntimeError(
+                "A parameter that is needed for the gradient has been modified in place: run the backward pass before "
+                "the optimizer's step."
+            )
+        return self.function(states, *self.parameters)
+
+
+def snapshot(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return a linear layer, norm, dropout or module without parameters as it is now; `None` for others.
+
+    Others are adapters and quantised layers, and modules with hooks.
+    """
+    if _is_hooked(module):
+        return None
+    if type(module) is nn.Linear:
+        return Snapshot(F.linear, module.weight, module.bias)
+    if type(module) is nn.LayerNorm:
+        return Snapshot(F.layer_norm, module.normalized_shape, module.weight, module.bias, module.eps)
+    if type(module) is nn.Dropout:
+        return Snapshot(F.dropout, module.p, module.training)
+    return None if [*module.parameters(), *module.buffers()] else module
 
 
 def is_watched(*modules: nn.Module) -> bool:
     """Whether hooks read or change what these modules get, and may count its rows, as PEFT's and NEFTune's do.
 
-    Not those by which transformers records outputs and asks for gradients of the embedding, nor those of PyTorch.
+    Not those by which transformers records outputs and asks for gradients of the embedding, nor those of PyTorch and
+    accelerate.
     """
-    hooks = (
-        hook
-        for module in modules
-        for part in module.modules()
-        for found in (part._forward_hooks, part._forward_pre_hooks)
-        for hook in found.values()
-    )
+    parts = [part for module in modules for part in module.modules()]
+    if any("forward" in vars(part) and not hasattr(part, "_hf_hook") for part in parts):
+        return True
+    if hooks_of_all._has_any_global_hook():
+        return True
+    hooks = (hook for part in parts for found in _hooks_of(part) for hook in found.values())
     return not all((getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks)
 
 
-def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any) -> Any:
+def recomputed(function: Callable[..., Any], states: Tensor, *inputs: Any, module: nn.Module | None = None) -> Any:
     """Compute `function(states, *inputs)`, such that only the inputs are kept, if `may_recompute(states)`."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not may_recompute(states):
         return function(states, *inputs)
-    return save_inputs(function, states, *inputs) if may_recompute(states) else function(states, *inputs)
+    return save_inputs(function, states, *inputs, module=module)
 
 
-def save_inputs(function: Callable[..., Any], *inputs: Any) -> Any:
+def save_inputs(function: Callable[..., Any], *inputs: Any, module: nn.Module | None = None) -> Any:
     """Compute `function(*inputs)`, and keep only the inputs for the backward pass.
 
     Args:
-        function: must not hold tensors of the tokens itself: with gradient checkpointing, these would stay in memory.
+        function: must not use parameters but those in `inputs` or a `snapshot`, nor hold tensors of the tokens itself:
+            with gradient checkpointing, these would stay in memory.
         inputs: tensors, tuples of them, or anything else.
+        module: one whose `training` the function reads.
     """
     leaves, structure = tree_flatten(inputs)
+    training = module is not None and module.training
 
     def apply(*leaves: Any) -> Any:
-        with float32_products(leaves[0]):  # in the backward pass, the layer's own has ended
+        with float32_products(leaves[0]), _in_mode(module, training):  # which may be others in the backward pass
             return function(*tree_unflatten(leaves, structure))
 
     return checkpoint(apply, *leaves, use_reentrant=False)
+
+
+@contextmanager
+def _in_mode(module: nn.Module | None, training: bool) -> Iterator[None]:
+    if module is None or module.training == training:
+        yield
+        return
+    module.training = training
+    try:
+        yield
+    finally:
+        module.training = not training
 
 
 # ---- ops/unpadding.py ----
@@ -1666,15 +1732,17 @@ class MemoryAttention(Recorded):
         if torch.is_grad_enabled() and self.config._attn_implementation != "eager":
             parts = memory.parts
             keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in parts)
-            if keys <= hidden_states.shape[-1] * _MOST_KEYS:  # the backward pass reads again
-                return recomputed(self._read, hidden_states, memory, context)
-        return self._read(hidden_states, memory, context)
+            if keys <= hidden_states.shape[-1] * _MOST_KEYS and may_recompute(hidden_states):
+                project = snapshot(self.query)
+                states = hidden_states if project else self.query(hidden_states)
+                return save_inputs(self._read, states, memory, context, project or _same, module=self)
+        return self._read(hidden_states, memory, context, self.query)
 
     def _read(
-        self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None
+        self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None, project: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         shape = (*hidden_states.shape[:-1], self.num_heads, self.head_size)
-        query = self.query(hidden_states).view(shape).transpose(1, 2)
+        query = project(hidden_states).view(shape).transpose(1, 2)
         options = {} if context is None else context.options
         output, weights = self.read_parts(query, memory.parts, options)
         if memory.marked is None:
@@ -1701,6 +1769,10 @@ class MemoryAttention(Recorded):
         memory = self.write_own(hidden_states, slot_states, context)
         output, weights = self.read(hidden_states, memory, context)
         return output, memory.slot_states, weights
+
+
+def _same(states: Tensor) -> Tensor:
+    return states
 
 
 class FullAttention(MemoryAttention):
@@ -1851,28 +1923,39 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
         return torch.cat([self._feed_forward(block, norm) for block in flat.split(rows)]).view_as(hidden_states)
 
     def _feed_forward(self, states: Tensor, norm: nn.LayerNorm) -> Tensor:
+        parts: list[Any] = [None]
+        if torch.is_grad_enabled() and may_recompute(states, self.intermediate, self.output):
+            inner, output = self.intermediate, self.output
+            parts = [snapshot(part) for part in (norm, inner.dense, inner.activation, inner.dropout, output.dense)]
+        if None in parts:
+            normed = norm(states)
+            states = states if self.norm_first else normed
+            update = self.output.dense(self.intermediate(normed))
+        else:
+            states, update = self._feed_forward_again(states, *parts)
+        states = states + self.output.dropout(update)
+        return states if self.norm_first else self.output.LayerNorm(states)
+
+    def _feed_forward_again(
+        self, states: Tensor, norm: Callable, dense: Callable, activation: Callable, dropout: Callable, last: Callable
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states and their update, some of which is computed again in the backward pass."""
+
         def widen(states: Tensor) -> tuple[Tensor, Tensor]:
             normed = norm(states)
-            return states if self.norm_first else normed, self.intermediate.dense(normed)
+            return states if self.norm_first else normed, dense(normed)
 
         def narrow(inner: Tensor) -> Tensor:
-            return self.output.dense(self.intermediate.dropout(self.intermediate.activation(inner)))
+            return last(dropout(activation(inner)))
 
         def apply(states: Tensor) -> tuple[Tensor, Tensor]:
             states, inner = widen(states)
             return states, narrow(inner)
 
-        if not (torch.is_grad_enabled() and may_recompute(states, norm, self.intermediate, self.output)):
-            normed = norm(states)
-            states = states if self.norm_first else normed
-            update = self.output.dense(self.intermediate(normed))
-        elif self.gradient_checkpointing and self.training:  # memory counts more than time
-            states, update = save_inputs(apply, states)
-        else:  # the large products are kept; norms and activations are cheap
-            states, inner = save_inputs(widen, states)
-            update = save_inputs(narrow, inner)
-        states = states + self.output.dropout(update)
-        return states if self.norm_first else self.output.LayerNorm(states)
+        if self.gradient_checkpointing and self.training:  # memory counts more than time
+            return save_inputs(apply, states)
+        states, inner = save_inputs(widen, states)  # the large products are kept; norms and activations are cheap
+        return states, save_inputs(narrow, inner)
 
 
 def _rows_at_a_time(states: Tensor, training: bool) -> int:
@@ -2732,7 +2815,8 @@ class MemoryCache(Cache):
     ...         logits = model(part, cache=cache).logits
     ```
 
-    With gradients, a backward pass reaches back to the first token. `detach` ends it at the last `detach`.
+    With gradients, a backward pass reaches back to the first token. `detach` ends it at the last `detach`. A state
+    belongs to the weights that it was made with.
 
     Args:
         config: the model's configuration.
@@ -2763,7 +2847,7 @@ class MemoryCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether any token has been processed."""
-        return self.tokens is not None
+        return "tokens" in self.rows.states
 
     @property
     def has_source(self) -> bool:
@@ -2802,19 +2886,20 @@ class MemoryCache(Cache):
     @property
     def tokens(self) -> Tensor | None:
         """Number of real tokens of each row, (b,) long; `None` before the first token."""
-        return self.rows.states.get("tokens")
+        tokens = self.rows.states.get("tokens")
+        return None if tokens is None else tokens.clone()  # which the next pass does not change
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of input columns so far, padding included."""
         return int(self.rows.states["columns"][0]) if self.is_initialized else 0
 
     def begin(self) -> None:
-        """Note that a pass begins to write to the layers, which `finish` or `count` ends.
+        """Note that something begins to write to the layers, which `finish` or `count` ends.
 
         Raises:
             ValueError: An earlier pass has not ended, so that some layers have read more than others.
         """
-        if self.is_unfinished:
+        if any(part.is_unfinished for part in (self, *self.parts)):
             raise ValueError(
                 "A pass with the state in `cache` has failed midway, and left it unusable. Create another state, or "
                 "load one from before."
@@ -2879,28 +2964,29 @@ class MemoryCache(Cache):
         Raises:
             ValueError: The tensors are no state of the model.
         """
-        self.reset()
         tensors = dict(tensors)
         made_for = tensors.pop(_MADE_FOR, None)  # states of earlier versions have none
         if made_for is not None and not torch.equal(made_for.cpu(), self._fingerprint(len(tensors))):
             raise ValueError("The tensors are the state of another model, or not all of them. Load it with that model.")
-        for name, tensor in tensors.items():
-            first, *others = name.split(".")
-            if first in _PARTS:
-                continue
-            layers = {"rows": self.rows, **{f"layers.{place}": layer for place, layer in enumerate(self.layers)}}
-            layer = layers.get(".".join([first, *others[:-1]]))
-            if layer is None:
+        layers = {"rows": self.rows, **{f"layers.{place}": layer for place, layer in enumerate(self.layers)}}
+        parts: dict[str, MemoryCache] = {}
+        for name in tensors:
+            if name.split(".")[0] not in _PARTS and name.rpartition(".")[0] not in layers:
                 raise ValueError(f"The state of this model has no tensor {name!r}. Load a state that was made by it.")
-            layer.write(**{others[-1]: tensor})
         for name, config in zip(_PARTS, (self.made_for_source, self.made_for), strict=True):
             own = {key.removeprefix(f"{name}."): state for key, state in tensors.items() if key.startswith(f"{name}.")}
             if own and config is None:
                 raise ValueError("The tensors are the state of a model with a causal source. Load it with that model.")
             if own:
-                part = MemoryCache(config)
-                part.load_state_dict(own)
-                setattr(self, name, part)
+                parts[name] = MemoryCache(config)
+                parts[name].load_state_dict(own)
+        self.reset()  # after all checks
+        for name, tensor in tensors.items():
+            place, _, own = name.rpartition(".")
+            if place in layers:
+                layers[place].write(**{own: tensor})
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def _fingerprint(self, count: int) -> Tensor:
         """A checksum of the fields that models must agree on to share a state, and the number of its tensors."""
@@ -2909,21 +2995,27 @@ class MemoryCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, for beam search."""
+        self.begin()
         super().reorder_cache(beam_idx)
         for part in (self.rows, *self.parts):
             part.reorder_cache(beam_idx)
+        self.finish()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
+        self.begin()
         super().batch_repeat_interleave(repeats)
         for part in (self.rows, *self.parts):
             part.batch_repeat_interleave(repeats)
+        self.finish()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select rows by index."""
+        self.begin()
         super().batch_select_indices(indices)
         for part in (self.rows, *self.parts):
             part.batch_select_indices(indices)
+        self.finish()
 
 
 def state_fields(config: PreTrainedConfig) -> dict[str, object]:
@@ -3175,6 +3267,7 @@ class DecoderModelMixin(BaseModelMixin):
             check_mask_of_past(attention_mask, length, cache)
             keep = self.tokens_to_keep(None, attention_mask[:, -length:])  # unlike in an encoder, ids are ignored
         if position_ids is not None:
+            position_ids = position_ids.expand(position_ids.shape if position_ids.dim() > 1 else (1, -1))
             self.check_positions(position_ids, keep)
         context = make_context(keep, length, inputs.device, cache, kwargs, self.config.local_window)
         if self.config.position_embedding_type == "learned":
@@ -4191,19 +4284,18 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
     def pack_query(self, cache: MemoryCacheLayer | None, hidden_states: Tensor) -> Tensor:
         """Return P W_pq, (b or 1, h, l, c) for states (b, n, d).
 
-        It is cached while decoding, where it would cost more than the rest of the layer, but not with adapters, which
-        may change from pass to pass.
+        It is cached while decoding, where it would cost more than the rest of the layer, but not with adapters and
+        hooks, which may change from pass to pass.
         """
-        query = self.pack.query
-        if cache is None or torch.is_grad_enabled() or is_watched(query) or any(True for _ in query.children()):
+        if cache is None or torch.is_grad_enabled() or snapshot(self.pack.query) is None:
             return split_heads(self.pack(len(hidden_states)), self.num_heads)
         device = hidden_states.device.type
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
             return cache.constants["pack_query"]
-        # It changes with the parameters' identity, version, dtype and device, and with autocast.
+        # It changes with the parameters' identity, version, data, dtype and device, and with autocast.
         key: list[object] = [torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None]
         for own in (self.pack.slots, *self.pack.query.parameters()):
-            key += [id(own), own.dtype, own.device, 0 if own.is_inference() else own._version]
+            key += [id(own), own.data_ptr(), own.dtype, own.device, 0 if own.is_inference() else own._version]
         if cache.constant_keys.get("pack_query") != key:
             cache.constants["pack_query"] = self.pack_query(None, hidden_states).contiguous()
             cache.constant_keys["pack_query"] = key

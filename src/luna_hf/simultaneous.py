@@ -115,6 +115,8 @@ class TranslationStream:
         # Source tokens, target tokens, and the latter since the end of the source.
         self.read_tokens, self.written, self.late = torch.zeros(3, rows, dtype=torch.long, **new)
         self.ended, self.done = torch.zeros(2, rows, dtype=torch.bool, **new)
+        self.unreturned: list[Tensor] = []  # columns that were written before a call failed
+        self.is_unfinished = False
         needed(policy, self.written)  # refuses a wrong policy before the first token
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -133,6 +135,7 @@ class TranslationStream:
         self.cache.load_state_dict({name: state for name, state in tensors.items() if name not in _COUNTS})
         for name in _COUNTS:
             setattr(self, name, tensors[name].clone())
+        self.unreturned, self.is_unfinished = [], False
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
@@ -175,10 +178,13 @@ class TranslationStream:
         Raises:
             ValueError: The policy would write without end before the source has ended.
         """
-        columns, padding = [], self.model.config.pad_token_id
+        padding = self.model.config.pad_token_id
         if (~self.done & ~self.ended & (needed(self.policy, self.written + _MANY) <= self.read_tokens)).any():
             raise ValueError(f"{type(self.policy).__name__} never reads on: `needed` must grow with `written`.")
         while (ready := self.ready()).any():
+            if self.is_unfinished:
+                raise ValueError("`write` has failed midway. Load a state from before, or start another stream.")
+            self.is_unfinished = True
             target = {"decoder_input_ids": self.last, "decoder_attention_mask": ready[:, None].long()}
             logits = self.model(**target, cache=self.cache).logits[:, -1]
             logits[:, self.ends] = logits[:, self.ends].masked_fill(~self.ended[:, None], -torch.inf)
@@ -187,7 +193,9 @@ class TranslationStream:
             self.last = torch.where(ready, token, self.last[:, 0])[:, None]
             self.written, self.late = self.written + ready, self.late + (ready & self.ended)
             self.done = self.done | is_end | (self.late >= self.most)
-            columns.append(torch.where(ready & ~is_end, token, padding))
+            self.unreturned.append(torch.where(ready & ~is_end, token, padding))
+            self.is_unfinished = False
+        columns, self.unreturned = self.unreturned, []
         return torch.stack(columns, 1) if columns else self.last[:, :0]
 
 

@@ -19,7 +19,7 @@ from ..configuration import BoundedMemoryConfig
 from ..ops.attention import float32_products
 from ..ops.context import ForwardContext
 from ..ops.convolution import depthwise_convolution
-from ..ops.recompute import is_watched, may_recompute, save_inputs
+from ..ops.recompute import is_watched, may_recompute, save_inputs, snapshot
 from ..ops.unpadding import UnpaddedContext
 from .memory_attention import FullAttention, MemoryAttention
 from .recorded import Recorded
@@ -152,28 +152,39 @@ class TransformerLayer(Recorded, GradientCheckpointingLayer):
         return torch.cat([self._feed_forward(block, norm) for block in flat.split(rows)]).view_as(hidden_states)
 
     def _feed_forward(self, states: Tensor, norm: nn.LayerNorm) -> Tensor:
+        parts: list[Any] = [None]
+        if torch.is_grad_enabled() and may_recompute(states, self.intermediate, self.output):
+            inner, output = self.intermediate, self.output
+            parts = [snapshot(part) for part in (norm, inner.dense, inner.activation, inner.dropout, output.dense)]
+        if None in parts:
+            normed = norm(states)
+            states = states if self.norm_first else normed
+            update = self.output.dense(self.intermediate(normed))
+        else:
+            states, update = self._feed_forward_again(states, *parts)
+        states = states + self.output.dropout(update)
+        return states if self.norm_first else self.output.LayerNorm(states)
+
+    def _feed_forward_again(
+        self, states: Tensor, norm: Callable, dense: Callable, activation: Callable, dropout: Callable, last: Callable
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states and their update, some of which is computed again in the backward pass."""
+
         def widen(states: Tensor) -> tuple[Tensor, Tensor]:
             normed = norm(states)
-            return states if self.norm_first else normed, self.intermediate.dense(normed)
+            return states if self.norm_first else normed, dense(normed)
 
         def narrow(inner: Tensor) -> Tensor:
-            return self.output.dense(self.intermediate.dropout(self.intermediate.activation(inner)))
+            return last(dropout(activation(inner)))
 
         def apply(states: Tensor) -> tuple[Tensor, Tensor]:
             states, inner = widen(states)
             return states, narrow(inner)
 
-        if not (torch.is_grad_enabled() and may_recompute(states, norm, self.intermediate, self.output)):
-            normed = norm(states)
-            states = states if self.norm_first else normed
-            update = self.output.dense(self.intermediate(normed))
-        elif self.gradient_checkpointing and self.training:  # memory counts more than time
-            states, update = save_inputs(apply, states)
-        else:  # the large products are kept; norms and activations are cheap
-            states, inner = save_inputs(widen, states)
-            update = save_inputs(narrow, inner)
-        states = states + self.output.dropout(update)
-        return states if self.norm_first else self.output.LayerNorm(states)
+        if self.gradient_checkpointing and self.training:  # memory counts more than time
+            return save_inputs(apply, states)
+        states, inner = save_inputs(widen, states)  # the large products are kept; norms and activations are cheap
+        return states, save_inputs(narrow, inner)
 
 
 def _rows_at_a_time(states: Tensor, training: bool) -> int:

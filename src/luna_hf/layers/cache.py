@@ -118,7 +118,8 @@ class MemoryCache(Cache):
     ...         logits = model(part, cache=cache).logits
     ```
 
-    With gradients, a backward pass reaches back to the first token. `detach` ends it at the last `detach`.
+    With gradients, a backward pass reaches back to the first token. `detach` ends it at the last `detach`. A state
+    belongs to the weights that it was made with.
 
     Args:
         config: the model's configuration.
@@ -149,7 +150,7 @@ class MemoryCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether any token has been processed."""
-        return self.tokens is not None
+        return "tokens" in self.rows.states
 
     @property
     def has_source(self) -> bool:
@@ -188,19 +189,20 @@ class MemoryCache(Cache):
     @property
     def tokens(self) -> Tensor | None:
         """Number of real tokens of each row, (b,) long; `None` before the first token."""
-        return self.rows.states.get("tokens")
+        tokens = self.rows.states.get("tokens")
+        return None if tokens is None else tokens.clone()  # which the next pass does not change
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of input columns so far, padding included."""
         return int(self.rows.states["columns"][0]) if self.is_initialized else 0
 
     def begin(self) -> None:
-        """Note that a pass begins to write to the layers, which `finish` or `count` ends.
+        """Note that something begins to write to the layers, which `finish` or `count` ends.
 
         Raises:
             ValueError: An earlier pass has not ended, so that some layers have read more than others.
         """
-        if self.is_unfinished:
+        if any(part.is_unfinished for part in (self, *self.parts)):
             raise ValueError(
                 "A pass with the state in `cache` has failed midway, and left it unusable. Create another state, or "
                 "load one from before."
@@ -265,28 +267,29 @@ class MemoryCache(Cache):
         Raises:
             ValueError: The tensors are no state of the model.
         """
-        self.reset()
         tensors = dict(tensors)
         made_for = tensors.pop(_MADE_FOR, None)  # states of earlier versions have none
         if made_for is not None and not torch.equal(made_for.cpu(), self._fingerprint(len(tensors))):
             raise ValueError("The tensors are the state of another model, or not all of them. Load it with that model.")
-        for name, tensor in tensors.items():
-            first, *others = name.split(".")
-            if first in _PARTS:
-                continue
-            layers = {"rows": self.rows, **{f"layers.{place}": layer for place, layer in enumerate(self.layers)}}
-            layer = layers.get(".".join([first, *others[:-1]]))
-            if layer is None:
+        layers = {"rows": self.rows, **{f"layers.{place}": layer for place, layer in enumerate(self.layers)}}
+        parts: dict[str, MemoryCache] = {}
+        for name in tensors:
+            if name.split(".")[0] not in _PARTS and name.rpartition(".")[0] not in layers:
                 raise ValueError(f"The state of this model has no tensor {name!r}. Load a state that was made by it.")
-            layer.write(**{others[-1]: tensor})
         for name, config in zip(_PARTS, (self.made_for_source, self.made_for), strict=True):
             own = {key.removeprefix(f"{name}."): state for key, state in tensors.items() if key.startswith(f"{name}.")}
             if own and config is None:
                 raise ValueError("The tensors are the state of a model with a causal source. Load it with that model.")
             if own:
-                part = MemoryCache(config)
-                part.load_state_dict(own)
-                setattr(self, name, part)
+                parts[name] = MemoryCache(config)
+                parts[name].load_state_dict(own)
+        self.reset()  # after all checks
+        for name, tensor in tensors.items():
+            place, _, own = name.rpartition(".")
+            if place in layers:
+                layers[place].write(**{own: tensor})
+        for name, part in parts.items():
+            setattr(self, name, part)
 
     def _fingerprint(self, count: int) -> Tensor:
         """A checksum of the fields that models must agree on to share a state, and the number of its tensors."""
@@ -295,21 +298,27 @@ class MemoryCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows, for beam search."""
+        self.begin()
         super().reorder_cache(beam_idx)
         for part in (self.rows, *self.parts):
             part.reorder_cache(beam_idx)
+        self.finish()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
+        self.begin()
         super().batch_repeat_interleave(repeats)
         for part in (self.rows, *self.parts):
             part.batch_repeat_interleave(repeats)
+        self.finish()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select rows by index."""
+        self.begin()
         super().batch_select_indices(indices)
         for part in (self.rows, *self.parts):
             part.batch_select_indices(indices)
+        self.finish()
 
 
 def state_fields(config: PreTrainedConfig) -> dict[str, object]:

@@ -6,6 +6,7 @@
 Each mechanism implements `write`; projections and reading are shared. The causal form is in `causal_attention.py`.
 """
 
+from collections.abc import Callable
 from functools import reduce
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from ..ops.exact_tokens import (
 )
 from ..ops.memories import Memories, SlotMemory, WindowMemory
 from ..ops.memory_read import attend_heads, read_memories
-from ..ops.recompute import recomputed
+from ..ops.recompute import may_recompute, save_inputs, snapshot
 from ..ops.tokens import join_gradients
 from .recorded import Recorded
 
@@ -276,15 +277,17 @@ class MemoryAttention(Recorded):
         if torch.is_grad_enabled() and self.config._attn_implementation != "eager":
             parts = memory.parts
             keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in parts)
-            if keys <= hidden_states.shape[-1] * _MOST_KEYS:  # the backward pass reads again
-                return recomputed(self._read, hidden_states, memory, context)
-        return self._read(hidden_states, memory, context)
+            if keys <= hidden_states.shape[-1] * _MOST_KEYS and may_recompute(hidden_states):
+                project = snapshot(self.query)
+                states = hidden_states if project else self.query(hidden_states)
+                return save_inputs(self._read, states, memory, context, project or _same, module=self)
+        return self._read(hidden_states, memory, context, self.query)
 
     def _read(
-        self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None
+        self, hidden_states: Tensor, memory: Memory, context: ForwardContext | None, project: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         shape = (*hidden_states.shape[:-1], self.num_heads, self.head_size)
-        query = self.query(hidden_states).view(shape).transpose(1, 2)
+        query = project(hidden_states).view(shape).transpose(1, 2)
         options = {} if context is None else context.options
         output, weights = self.read_parts(query, memory.parts, options)
         if memory.marked is None:
@@ -311,6 +314,10 @@ class MemoryAttention(Recorded):
         memory = self.write_own(hidden_states, slot_states, context)
         output, weights = self.read(hidden_states, memory, context)
         return output, memory.slot_states, weights
+
+
+def _same(states: Tensor) -> Tensor:
+    return states
 
 
 class FullAttention(MemoryAttention):

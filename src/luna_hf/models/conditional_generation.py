@@ -107,6 +107,7 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         self, inputs: Tensor | None, bos_token_id: Tensor | None, model_kwargs: dict[str, Any]
     ) -> tuple[Tensor, str | None, dict[str, Any]]:
         """Like transformers', with a source's checksum, and the mask that the encoder derives from its ids."""
+        self.base_model.share_padding()
         ids = model_kwargs.get("input_ids") if inputs is None else inputs
         if ids is not None and not ids.is_floating_point():
             if model_kwargs.get("attention_mask") is None:
@@ -173,7 +174,8 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
             mask, ends = model_kwargs["attention_mask"], generation_config._eos_token_tensor
             # Before all others, so that an end can be forced where the tokens run out.
             ends = [] if ends is None else ends.tolist()
-            processors.insert(0, EndAfterSource(policy, mask.sum(1), ends, model_kwargs.get("decoder_attention_mask")))
+            lengths, prompt_mask = (mask != 0).sum(1), model_kwargs.get("decoder_attention_mask")
+            processors.insert(0, EndAfterSource(policy, lengths, ends, prompt_mask))
         return processors
 
     def prepare_inputs_for_generation(
@@ -200,5 +202,5 @@ def check_source(cache: MemoryCache, checksum: Tensor, mask: Tensor) -> None:
     found, written = cache.source_checksum, None if cache.written is None else cache.written.tokens
     if found is not None and not torch.equal(checksum, found.to(checksum.device)):
         raise ValueError("The state in `cache` contains another source. Create a new state for this one.")
-    if written is not None and (written.to(mask.device) < mask.sum(1)).any():
+    if written is not None and (written.to(mask.device) < (mask != 0).sum(1)).any():
         raise ValueError("The state in `cache` has read only a part of the source. Create a new state for this one.")

@@ -108,6 +108,7 @@ class DecoderModelMixin(BaseModelMixin):
             check_mask_of_past(attention_mask, length, cache)
             keep = self.tokens_to_keep(None, attention_mask[:, -length:])  # unlike in an encoder, ids are ignored
         if position_ids is not None:
+            position_ids = position_ids.expand(position_ids.shape if position_ids.dim() > 1 else (1, -1))
             self.check_positions(position_ids, keep)
         context = make_context(keep, length, inputs.device, cache, kwargs, self.config.local_window)
         if self.config.position_embedding_type == "learned":

@@ -323,6 +323,7 @@ class Seq2SeqModelMixin:
                 "`visible_source` is only for models with `source_is_causal=True`; this one reads its source whole."
             )
         written = not streams and cache is not None and getattr(cache, "has_source", False)
+        self.share_padding()
         encodes = encoder_outputs is None and not written and (input_ids is not None or inputs_embeds is not None)
         if input_ids is not None and (streams or encoder_outputs is not None):  # which take no id for padding
             attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
@@ -377,12 +378,18 @@ class Seq2SeqModelMixin:
         streams = self.config.source_is_causal
         if cache.has_source and not streams:
             raise ValueError("The state has a source, which cannot go on. Create another state.")
+        self.share_padding()
         keep = self.encoder.tokens_to_keep(input_ids, attention_mask)
         past = {"cache": self.open_source(cache)} if streams else {}
         outputs = self.encoder(input_ids, keep, inputs_embeds=inputs_embeds, return_dict=True, **past)
         self.decoder.write_source(cache, outputs, keep, len(outputs.last_hidden_state))
         if input_ids is not None and not streams:
             cache.note_source(source_checksum(input_ids, keep))
+
+    def share_padding(self) -> None:
+        """Give the encoder, which has a config of its own, the `pad_token_id` that a user may have set."""
+        if self.encoder.config.pad_token_id != self.config.pad_token_id:
+            self.encoder.config.pad_token_id = self.config.pad_token_id
 
     def open_source(self, cache: MemoryCache) -> MemoryCache:
         """Return the state of a causal encoder within a decoder's state.

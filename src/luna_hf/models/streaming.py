@@ -78,6 +78,7 @@ class StreamingDecoderMixin(CrossDecoderMixin):
         context = context._replace(source=Interleaving(order, targets, merged))
         if cache is not None:
             cache.begin()
+            written.begin()
         hidden_states, _ = self.encoder(hidden_states, self.first_slot_states(), states, context)
         if written is not None:
             written.count(merged.lengths[:, 0], keep.shape[1])
@@ -98,6 +99,7 @@ class StreamingDecoderMixin(CrossDecoderMixin):
         (states, keep), written = source, self.open_written(cache)
         context = make_context(keep, keep.shape[1], keep.device, written, options, self.config.local_window)
         outer = ForwardContext(None, None, None, None, source=Interleaving(None, None, context))
+        written.begin()
         for layer in self.encoder.layer:
             layer.write_source(None, states, outer)
         written.count(context.lengths[:, 0], keep.shape[1])

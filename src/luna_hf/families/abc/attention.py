@@ -169,8 +169,8 @@ class AbcAttention(AbcControlled):
             return self.write_weighted(phi, sources), filled, counts
 
         inputs = states, sources, weight
-        # The weights of few slots take a few per cent of a layer's time.
-        few = weight.shape[0] <= states.shape[2]
+        # The weights of few slots take a few per cent of a layer's time. One source: it is projected when written.
+        few = weight.shape[0] <= states.shape[2] and len(sources) == 2
         written, filled, counts = recomputed(write, *inputs) if few else write(*inputs)
         return self.slot_memory(*written, context, filled, counts)
 
@@ -312,7 +312,7 @@ class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
         def read(query: Tensor, window: WindowMemory) -> Tensor:
             return read_memories(self, query, [window], context.options)[0]
 
-        return recomputed(read, query, window), slot_states, None
+        return recomputed(read, query, window, module=self), slot_states, None
 
     def write_weights(
         self, hidden_states: Tensor, slot_states: Tensor | None, context: ForwardContext

@@ -38,7 +38,7 @@ from ...layers.recorded import Recorded
 from ...ops.attention import KeyMask, linear, make_key_mask, product, project_heads, split_heads
 from ...ops.context import ForwardContext, drop_if_full
 from ...ops.memory_read import attend_heads
-from ...ops.recompute import is_watched, recomputed
+from ...ops.recompute import is_plain, is_watched, recomputed
 from .configuration import LunaConfig
 
 
@@ -256,19 +256,18 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
     def pack_query(self, cache: MemoryCacheLayer | None, hidden_states: Tensor) -> Tensor:
         """Return P W_pq, (b or 1, h, l, c) for states (b, n, d).
 
-        It is cached while decoding, where it would cost more than the rest of the layer, but not with adapters, which
-        may change from pass to pass.
+        It is cached while decoding, where it would cost more than the rest of the layer, but not with adapters and
+        hooks, which may change from pass to pass.
         """
-        query = self.pack.query
-        if cache is None or torch.is_grad_enabled() or is_watched(query) or any(True for _ in query.children()):
+        if cache is None or torch.is_grad_enabled() or not is_plain(self.pack.query):
             return split_heads(self.pack(len(hidden_states)), self.num_heads)
         device = hidden_states.device.type
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
             return cache.constants["pack_query"]
-        # It changes with the parameters' identity, version, dtype and device, and with autocast.
+        # It changes with the parameters' identity, version, data, dtype and device, and with autocast.
         key: list[object] = [torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None]
         for own in (self.pack.slots, *self.pack.query.parameters()):
-            key += [id(own), own.dtype, own.device, 0 if own.is_inference() else own._version]
+            key += [id(own), own.data_ptr(), own.dtype, own.device, 0 if own.is_inference() else own._version]
         if cache.constant_keys.get("pack_query") != key:
             cache.constants["pack_query"] = self.pack_query(None, hidden_states).contiguous()
             cache.constant_keys["pack_query"] = key
