@@ -820,11 +820,8 @@ def may_recompute(states: Tensor, *modules: nn.Module) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return any(_hooks_of(module)) or hooks_of_all._has_any_global_hook() or "forward" in vars(module)
-
-
-def _hooks_of(module: nn.Module) -> tuple[dict[int, Callable], ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(own) or hooks_of_all._has_any_global_hook() or "forward" in vars(module)
 
 
 class Snapshot:
@@ -852,12 +849,19 @@ class Snapshot:
         return self.function(states, *self.parameters)
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether nothing but parameters and mode decides what a layer computes: neither adapters nor hooks."""
+    if _is_hooked(module):
+        return False
+    return type(module) in (nn.Linear, nn.LayerNorm, nn.Dropout) or not [*module.parameters(), *module.buffers()]
+
+
 def snapshot(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return a linear layer, norm, dropout or module without parameters as it is now; `None` for others.
 
     Others are adapters and quantised layers, and modules with hooks.
     """
-    if _is_hooked(module):
+    if not is_plain(module):
         return None
     if type(module) is nn.Linear:
         return Snapshot(F.linear, module.weight, module.bias)
@@ -865,7 +869,7 @@ def snapshot(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         return Snapshot(F.layer_norm, module.normalized_shape, module.weight, module.bias, module.eps)
     if type(module) is nn.Dropout:
         return Snapshot(F.dropout, module.p, module.training)
-    return None if [*module.parameters(), *module.buffers()] else module
+    return module
 
 
 def is_watched(*modules: nn.Module) -> bool:
@@ -874,12 +878,15 @@ def is_watched(*modules: nn.Module) -> bool:
     Not those by which transformers records outputs and asks for gradients of the embedding, nor those of PyTorch and
     accelerate.
     """
-    parts = [part for module in modules for part in module.modules()]
-    if any("forward" in vars(part) and not hasattr(part, "_hf_hook") for part in parts):
-        return True
     if hooks_of_all._has_any_global_hook():
         return True
-    hooks = (hook for part in parts for found in _hooks_of(part) for hook in found.values())
+    hooks = []
+    for module in modules:
+        for part in module.modules():
+            if "forward" in vars(part) and not hasattr(part, "_hf_hook"):
+                return True
+            for found in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+                hooks.extend(found.values())
     return not all((getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks)
 
 

@@ -202,11 +202,12 @@ class MemoryCache(Cache):
         Raises:
             ValueError: An earlier pass has not ended, so that some layers have read more than others.
         """
-        if any(part.is_unfinished for part in (self, *self.parts)):
-            raise ValueError(
-                "A pass with the state in `cache` has failed midway, and left it unusable. Create another state, or "
-                "load one from before."
-            )
+        for part in (self, self.source, self.written):
+            if part is not None and part.is_unfinished:
+                raise ValueError(
+                    "A pass with the state in `cache` has failed midway, and left it unusable. Create another state, "
+                    "or load one from before."
+                )
         self.is_unfinished = True
 
     def finish(self) -> None:
@@ -226,7 +227,7 @@ class MemoryCache(Cache):
             seen = before = torch.zeros_like(tokens)
         checksum = (before + checksum).masked_fill((before < 0) | (checksum < 0), -1)
         self.rows.write(tokens=tokens, columns=seen + columns, checksum=checksum)
-        self.finish()
+        self.is_unfinished = False
 
     def reset(self) -> None:
         """Discard the state."""
