@@ -7,6 +7,7 @@ import torch
 from helpers import in_turn, padded_batch, tiny_model
 from reference import abc, luna
 from torch import nn
+from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 
 from luna_hf import absorb, absorb_projections
@@ -326,7 +327,11 @@ def as_quantized(linear):
     return linear
 
 
-@pytest.mark.parametrize("make", [as_adapter, as_quantized])
+def as_pruned(linear):
+    return prune.identity(linear, "weight")  # a hook makes its weight
+
+
+@pytest.mark.parametrize("make", [as_adapter, as_quantized, as_pruned])
 def test_other_layers_are_called(make, used):
     model = model_of("luna", tie_kv=False, num_hidden_layers=1)
     replace_layer(model.encoder.layer[0].attention.self, make)

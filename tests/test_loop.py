@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from engine import checkpoint, log, loop
 from helpers import refused
 from tiny_training import SETTINGS, Killed, batch_of, make_run, masked_rows, small_model
@@ -125,6 +126,16 @@ def test_a_step_that_is_not_finite_is_skipped_as_often_as_allowed(tmp_path, caps
     assert [entry["step"] for entry in run.log.entries if entry["kind"] == "train"] == [1, 3]
     # Two steps of 0.5 times a gradient of 1, at rates of 1 and 3/4 (skipped updates do not move the schedule).
     assert torch.allclose(parameters["weight"], torch.full((2, 2), 1 - 0.5 - 0.5 * 0.75))
+
+
+def test_a_skipped_step_leaves_the_scaler_of_fp16_ready(tmp_path):
+    run = broken_run(tmp_path, {2}, allowed=1)
+    scaler = run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    run.optimizer = AcceleratedOptimizer(run.optimizer.optimizer, device_placement=False, scaler=scaler)
+    run.accelerator.unscale_gradients = lambda: scaler.unscale_(run.optimizer.optimizer)  # as with mixed precision
+    parameters, _ = train(run)
+    assert run.counters.skipped == 1 and scaler.get_scale() == 2.0
+    assert parameters["weight"].isfinite().all()
 
 
 def test_a_step_that_is_not_finite_stops_the_run_with_a_message(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import MIXING_FAMILIES, tiny_causal_model, tiny_model, window_of
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
+from torch.func import functional_call, stack_module_state, vmap
 
 from luna_hf import FAMILIES
 from luna_hf.ops import recompute
@@ -140,6 +140,18 @@ def test_gradients_of_other_parameters(family, causal, monkeypatch):
             weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified"):
         loss.backward()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_an_ensemble(family):
+    """Of causal models, which keep a state, too."""
+    members = [tiny_causal_model(family, seed=seed) for seed in (0, 1)]
+    parameters, buffers = stack_module_state(members)
+    ids = torch.randint(3, 120, (2, 12), generator=torch.Generator().manual_seed(0))
+    both = vmap(lambda *own: functional_call(members[0], own, (ids,)).logits)(parameters, buffers)
+    for found, member in zip(both, members, strict=True):
+        torch.testing.assert_close(found, member(ids).logits)
 
 
 def test_gradients_of_two_adapters(monkeypatch):

@@ -203,8 +203,9 @@ def test_a_stream_after_a_failed_call(family, monkeypatch):
         patch.setattr(model.lm_head, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             stream.write()
-    with refused("`write` has failed"):
-        stream.write()
+    for call in (stream.write, stream.state_dict):
+        with refused("`write` has failed"):
+            call()
     policy = WaitK(2)
     stream, expected = TranslationStream(model, policy), TranslationStream(model, policy)
     for one in (stream, expected):
@@ -213,6 +214,8 @@ def test_a_stream_after_a_failed_call(family, monkeypatch):
         patch.setattr(WaitK, "needed", lambda self, written: interrupted() if (written == 3).any() else written + 2)
         with pytest.raises(KeyboardInterrupt):
             stream.write()
+    with refused("no state to save"):  # which would lack what has been written
+        stream.state_dict()
     assert torch.equal(stream.write(), expected.write())
 
 

@@ -3241,7 +3241,7 @@ class EncoderModelMixin(BaseModelMixin):
             is_automatic = wanted is None and self.config._attn_implementation != "eager"
             if needs_rows or not is_readable(keep) or not (wanted or is_automatic):
                 return None
-            if not wanted and is_watched(self):
+            if not wanted and is_watched(*self.children()):
                 return None
         shape, window = inputs.shape[:2], keywords.get("local_window")
         border = whole_length(self.config, self.config.local_window if window is None else window)

@@ -12,6 +12,7 @@ from .ops.absorbed import absorbed_pack, absorbed_read, project_slots
 from .ops.attention import product, project_heads
 from .ops.context import ForwardContext
 from .ops.memories import SlotMemory
+from .ops.recompute import is_plain
 
 # Costs in multiply-adds of a product with all tokens, as measured on CPUs: each logit's part in a softmax, alone and
 # with the gradient, and one multiply-add of the many small products that fold slots and weights.
@@ -28,7 +29,7 @@ def absorb_projections(model: PreTrainedModel) -> PreTrainedModel:
     slots at width 768 (see `is_cheaper`). The numbers stay the same. Parameters and saved folders do not change.
 
     The layers then use weights without calling the modules that hold them, so hooks on the attention (`attention.self`)
-    and its projections do not run. Adapters and quantized weights that are added later keep the ordinary form.
+    do not run. Projections with hooks, adapters or quantized weights, also if added later, keep the ordinary form.
 
     Args:
         model: an encoder, with or without a head.
@@ -78,13 +79,14 @@ def may_absorb(attention: nn.Module, states: Tensor, *layers: nn.Module) -> bool
     """Whether the weights of projections of (b, n, d) states can be used without calling these.
 
     Only on a CPU, where it was measured, with `sdpa`, outside of graphs, autocast and the transforms of `torch.func`,
-    and for linear layers that are neither adapted nor quantized.
+    and for linear layers without adapters, quantized weights and hooks, by which PyTorch prunes and norms weights.
     """
     if is_tracing(states) or states.device.type != "cpu" or attention.config._attn_implementation != "sdpa":
         return False
     if torch._C._are_functorch_transforms_active() or torch.is_autocast_enabled("cpu"):
         return False
-    return all(type(layer) is nn.Linear and type(layer.weight) in (Tensor, nn.Parameter) for layer in layers)
+    plain = all(type(layer) is nn.Linear and is_plain(layer) for layer in layers)
+    return plain and all(type(layer.weight) in (Tensor, nn.Parameter) for layer in layers)
 
 
 class AbsorbedBlock(AttentionBlock):

@@ -92,6 +92,9 @@ class TranslationStream:
             scores of tokens; the policy is wrong, or `max_new_tokens` is below 1.
     """
 
+    is_unfinished = False  # whether `write` has begun a token, and not ended
+    unreturned: tuple[Tensor, ...] = ()  # columns that were written before a call of `write` failed
+
     def __init__(
         self, model: PreTrainedModel, policy: Policy, rows: int = 1, max_new_tokens: int | None = None
     ) -> None:
@@ -115,12 +118,16 @@ class TranslationStream:
         # Source tokens, target tokens, and the latter since the end of the source.
         self.read_tokens, self.written, self.late = torch.zeros(3, rows, dtype=torch.long, **new)
         self.ended, self.done = torch.zeros(2, rows, dtype=torch.bool, **new)
-        self.unreturned: list[Tensor] = []  # columns that were written before a call failed
-        self.is_unfinished = False
         needed(policy, self.written)  # refuses a wrong policy before the first token
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the whole state by name, of constant size; `safetensors.torch.save_file` saves it."""
+        """Return the whole state by name, of constant size; `safetensors.torch.save_file` saves it.
+
+        Raises:
+            ValueError: A call has failed midway.
+        """
+        if self.is_unfinished or self.unreturned:
+            raise ValueError("`write` has failed midway, so that there is no state to save.")
         return {**self.cache.state_dict(), **{name: getattr(self, name) for name in _COUNTS}}
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
@@ -135,7 +142,7 @@ class TranslationStream:
         self.cache.load_state_dict({name: state for name, state in tensors.items() if name not in _COUNTS})
         for name in _COUNTS:
             setattr(self, name, tensors[name].clone())
-        self.unreturned, self.is_unfinished = [], False
+        self.unreturned, self.is_unfinished = (), False
 
     @torch.no_grad()
     def read(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
@@ -193,9 +200,9 @@ class TranslationStream:
             self.last = torch.where(ready, token, self.last[:, 0])[:, None]
             self.written, self.late = self.written + ready, self.late + (ready & self.ended)
             self.done = self.done | is_end | (self.late >= self.most)
-            self.unreturned.append(torch.where(ready & ~is_end, token, padding))
+            self.unreturned = (*self.unreturned, torch.where(ready & ~is_end, token, padding))
             self.is_unfinished = False
-        columns, self.unreturned = self.unreturned, []
+        columns, self.unreturned = self.unreturned, ()
         return torch.stack(columns, 1) if columns else self.last[:, :0]
 
 

@@ -319,6 +319,8 @@ class Loop:
         self.optimizer.zero_grad()
         if finite:
             return True
+        if self.accelerator.scaler is not None:  # which has unscaled the gradients, and otherwise refuses the next ones
+            self.accelerator.scaler.update()
         self.counters.skipped += 1
         most, what = self.recipe.max_skipped_steps, f"step {self.counters.step + 1}: loss {loss}, gradient norm {norm}"
         if self.counters.skipped > most:

@@ -126,6 +126,8 @@ class MemoryCache(Cache):
         compileable: whether `generate` may compile the decoding step, as with `cache_implementation="static"`.
     """
 
+    is_unfinished = False  # whether a pass has begun, and has not ended
+
     def __init__(self, config: PreTrainedConfig, compileable: bool = False) -> None:
         self.made_for_source = None
         if config.is_encoder_decoder and not config.is_decoder:
@@ -136,8 +138,6 @@ class MemoryCache(Cache):
         self.made_for = config
         # Input columns and real tokens so far, and a checksum of their ids, per row; they belong to no layer.
         self.rows = MemoryCacheLayer()
-        # Whether a pass has begun, and has not ended.
-        self.is_unfinished = False
         # Where the source is causal: the states of its encoder, and of the cross-attentions that its tokens write to.
         self.source: MemoryCache | None = None
         self.written: MemoryCache | None = None
@@ -202,13 +202,17 @@ class MemoryCache(Cache):
         Raises:
             ValueError: An earlier pass has not ended, so that some layers have read more than others.
         """
+        self.check_finished()
+        self.is_unfinished = True
+
+    def check_finished(self) -> None:
+        """Refuse a state that is half written; errors as of `begin`."""
         for part in (self, self.source, self.written):
             if part is not None and part.is_unfinished:
                 raise ValueError(
                     "A pass with the state in `cache` has failed midway, and left it unusable. Create another state, "
                     "or load one from before."
                 )
-        self.is_unfinished = True
 
     def finish(self) -> None:
         """Note that a pass has written to all layers."""
@@ -253,7 +257,12 @@ class MemoryCache(Cache):
             part.detach()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of the tensors of the state by name, which later passes do not change."""
+        """Return copies of the tensors of the state by name, which later passes do not change.
+
+        Raises:
+            ValueError: A pass has failed midway.
+        """
+        self.check_finished()
         places = {**{f"layers.{place}": layer for place, layer in enumerate(self.layers)}, "rows": self.rows}
         states = ((f"{place}.{name}", state) for place, layer in places.items() for name, state in layer.states.items())
         found = {name: state.detach().clone() for name, state in states}

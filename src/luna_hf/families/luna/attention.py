@@ -259,7 +259,8 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         It is cached while decoding, where it would cost more than the rest of the layer, but not with adapters and
         hooks, which may change from pass to pass.
         """
-        if cache is None or torch.is_grad_enabled() or not is_plain(self.pack.query):
+        is_transformed = torch._C._are_functorch_transforms_active()  # whose tensors have no address
+        if cache is None or torch.is_grad_enabled() or is_transformed or not is_plain(self.pack.query):
             return split_heads(self.pack(len(hidden_states)), self.num_heads)
         device = hidden_states.device.type
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
