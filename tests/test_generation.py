@@ -344,7 +344,8 @@ def test_a_refused_or_interrupted_call_leaves_no_other_state(family, monkeypatch
         assert refusing.get_seq_length() == seen and refusing.nbytes == (cache.nbytes if seen else 0)
     model(ids, cache=cache)
     assert (cache.tokens - before == 9).all()
-    for name, given in (("reorder_cache", torch.tensor([1, 0])), ("batch_repeat_interleave", 2)):
+    rows = torch.tensor([1, 0])
+    for name, given in (("reorder_cache", rows), ("batch_select_indices", rows), ("batch_repeat_interleave", 2)):
         own = copy.deepcopy(cache)
         with monkeypatch.context() as patch:
             patch.setattr(own.rows, name, interrupted)

@@ -132,6 +132,27 @@ def test_a_state_of_another_source_is_refused(family):
         texts(model, {**other, "cache": cache})
 
 
+@families
+@pytest.mark.parametrize("causal", [False, True])
+@torch.no_grad()
+def test_the_id_of_padding_can_be_changed(family, causal):
+    """In the model's config, which `forward`, `write_source` and `generate` follow."""
+    model, target = make(family, source_is_causal=causal), random_ids(2, 3)
+    model.config.pad_token_id = 7
+    ids = random_ids(2, 8).masked_fill(torch.arange(8) > torch.tensor([[7], [4]]), 7)
+    mask, cache = (ids != 7).long(), MemoryCache(model.config)
+    expected = model(ids, attention_mask=mask, decoder_input_ids=target).logits
+    kept, whole = {"attention_mask": torch.ones_like(ids)}, MemoryCache(model.config)
+    with_all = model(ids, **kept, decoder_input_ids=target).logits
+    assert not torch.allclose(with_all, expected)
+    model.base_model.write_source(whole, ids, **kept)
+    torch.testing.assert_close(model(decoder_input_ids=target, cache=whole).logits, with_all)
+    torch.testing.assert_close(model(ids, decoder_input_ids=target).logits, expected)
+    model.base_model.write_source(cache, ids)
+    torch.testing.assert_close(model(decoder_input_ids=target, cache=cache).logits, expected)
+    assert torch.equal(texts(model, {"input_ids": ids}), texts(model, {"input_ids": ids, "attention_mask": mask}))
+
+
 @pytest.mark.parametrize("family", ["luna", "leapformer"])
 def test_a_compiled_step(family):
     """One compilation serves sources and targets of every length."""

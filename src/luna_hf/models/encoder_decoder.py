@@ -325,15 +325,16 @@ class Seq2SeqModelMixin:
         written = not streams and cache is not None and getattr(cache, "has_source", False)
         self.share_padding()
         encodes = encoder_outputs is None and not written and (input_ids is not None or inputs_embeds is not None)
-        if input_ids is not None and (streams or encoder_outputs is not None):  # which take no id for padding
+        if streams or (input_ids is not None and encoder_outputs is not None):  # which take no id for padding
             attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
         if encodes:
             past = {"cache": self.open_source(cache)} if streams and cache is not None else {}
             source = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
             encoder_outputs = self.encoder(*source, return_dict=True, **past, **kwargs)
-            attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
-            if input_ids is not None and cache is not None and not streams:
-                cache.note_source(source_checksum(input_ids, attention_mask))
+            if not streams:
+                attention_mask = self.encoder.tokens_to_keep(input_ids, attention_mask)
+                if input_ids is not None and cache is not None:
+                    cache.note_source(source_checksum(input_ids, attention_mask))
         if "attentions" not in self.decoder._can_record_outputs:  # LeaPformer's decoder has no weights to return
             kwargs.pop("output_attentions", None)
         outputs = self.decoder(
@@ -381,13 +382,14 @@ class Seq2SeqModelMixin:
         self.share_padding()
         keep = self.encoder.tokens_to_keep(input_ids, attention_mask)
         past = {"cache": self.open_source(cache)} if streams else {}
-        outputs = self.encoder(input_ids, keep, inputs_embeds=inputs_embeds, return_dict=True, **past)
+        own = keep if streams else attention_mask  # without a mask, ids of padding are padding
+        outputs = self.encoder(input_ids, own, inputs_embeds=inputs_embeds, return_dict=True, **past)
         self.decoder.write_source(cache, outputs, keep, len(outputs.last_hidden_state))
         if input_ids is not None and not streams:
             cache.note_source(source_checksum(input_ids, keep))
 
     def share_padding(self) -> None:
-        """Give the encoder, which has a config of its own, the `pad_token_id` that a user may have set."""
+        """Copy `pad_token_id`, which may have been changed, to the encoder's own config."""
         if self.encoder.config.pad_token_id != self.config.pad_token_id:
             self.encoder.config.pad_token_id = self.config.pad_token_id
 
