@@ -6,6 +6,7 @@ Nothing is measured here. `reads.py` measures what `reads-real.png` shows.
 """
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,10 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection
 from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle, Wedge
+from matplotlib.text import Text
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from update_docs import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +33,7 @@ BLUE, SKY, GREEN, ORANGE, RED, PINK = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 TOKEN, SLOT, QUERY, WINDOW, SELECTED, MARKED, REST = SKY, ORANGE, GREEN, BLUE, RED, PINK, "#F3D9A4"
 INK, GRAY = "#222222", "#767676"
 TOKENS = 8  # of a diagram
+DIGEST = "Digest"  # in the information of a PNG
 
 
 def canvas(width: float, height: float, columns: int = 1, rows: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
@@ -36,13 +42,23 @@ def canvas(width: float, height: float, columns: int = 1, rows: int = 1, **optio
     return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
+def digest(figure: Figure) -> str:
+    """Of the texts and the data in a figure: a picture carries it, so that a test sees whether it is fresh."""
+    found = [text.get_text() for text in figure.findobj(Text)]
+    found += [line.get_xydata().round(6).tolist() for line in figure.findobj(Line2D)]
+    found += [points.get_offsets().round(6).tolist() for points in figure.findobj(PathCollection)]
+    return hashlib.sha256(repr(found).encode()).hexdigest()
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG of few colours, which is small."""
     figure.set_dpi(110)
     drawing = FigureCanvasAgg(figure)
     drawing.draw()
     picture = Image.fromarray(np.asarray(drawing.buffer_rgba())).convert("RGB")
-    picture.quantize(112, dither=Image.Dither.NONE).save(path, optimize=True)
+    information = PngInfo()
+    information.add_text(DIGEST, digest(figure))
+    picture.quantize(112, dither=Image.Dither.NONE).save(path, optimize=True, pnginfo=information)
 
 
 # ---- parts of diagrams, on axes of 10 by 6 ----

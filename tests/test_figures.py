@@ -6,6 +6,7 @@ import figures
 import pytest
 import reads
 from helpers import ROOT, SENTENCES, tiny_model, tiny_tokenizer
+from PIL import Image
 from test_docs import TEXTS
 
 LARGEST = 150_000  # bytes
@@ -16,7 +17,8 @@ def test_figures_are_drawn_from_the_committed_results(tmp_path):
     assert figures.main(["--output", str(tmp_path)]) == 0
     for path in tmp_path.iterdir():
         assert path.stat().st_size < LARGEST, path.name
-        assert (figures.IMAGES / path.name).exists(), "run `python benchmarks/figures.py`"
+        fresh, committed = (Image.open(folder / path.name).info for folder in (tmp_path, figures.IMAGES))
+        assert fresh[figures.DIGEST] == committed[figures.DIGEST], "run `python benchmarks/figures.py`"
     (last,) = (row for row in figures.load(FAMILIES)["lengths"] if row["length"] == 16384)
     speed = last["models"]["luna-tied"]["speed_over"]["roberta"]["median"]
     assert f"Luna {speed:.1f}x" in [text.get_text() for text in figures.draw_speed().axes[0].texts]

@@ -59,7 +59,8 @@ FIELDS = {
     "local_window": "neighbouring tokens that each token reads",
     "num_selected_tokens": "tokens of the whole text that each head selects and reads",
     "memory_size": "number of means that stand for all other tokens",
-    "softmax_length": "texts of up to this many tokens are read as the source reads them (default: all that it reads)",
+    "softmax_length": "texts of up to this many tokens are read as the source reads them (default: all that it reads, "
+    f"at most {MOST_SOFTMAX})",
     "position_period": "number of positions after which they repeat (default: as many as the source reads)",
 }
 
