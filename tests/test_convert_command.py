@@ -4,11 +4,12 @@ import json
 import re
 import string
 
+import huggingface_hub
 import pytest
 import torch
 from helpers import run_python
 from hub_stub import HubStub
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, hf_hub_download
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from transformers import (
@@ -287,14 +288,21 @@ def test_what_is_said_of_other_options(sources, tmp_path, capsys):
         return AbcConfig.from_pretrained(tmp_path / name), capsys.readouterr().out, card
 
     config, printed, card = said("full", "--full_attention_layers", "0,1")
-    assert "square of the length" in card and f"up to {LONGEST} tokens are read exactly as by the source." in printed
+    assert (
+        "All layers keep softmax attention, in time that grows with the square of the length." in card
+        and f"up to {LONGEST} tokens are read exactly as by the source." in printed
+    )
     config, printed, card = said("rounded", "--dtype", "bfloat16", "--position_period", "20")
     assert "source up to the rounding of bfloat16." in printed and "linearly" in card
     assert config.position_period == 20 and config.dtype == torch.bfloat16
-    config, *_ = said("unselected", "--num_selected_tokens", "0")
+    config, _, card = said("some", "--full_attention_layers", "1")
+    assert "linearly with the length. Softmax attention remains in layer 1 (the first is 0), in quadratic" in card
+    config, _, card = said("unselected", "--num_selected_tokens", "0")
+    assert "Each token reads its neighbours and means of the rest, in" in card
     assert (config.num_selected_tokens, config.softmax_length, config.local_window) == (0, 0, 8)
     assert convert.main([str(sources / "plain"), str(tmp_path / "alone"), "--local_window", "0", "--no_measure"]) == 0
-    config = AbcConfig.from_pretrained(tmp_path / "alone")
+    config, card = AbcConfig.from_pretrained(tmp_path / "alone"), (tmp_path / "alone" / "README.md").read_text()
+    assert "Each token reads means of the text, in" in card
     assert (config.num_selected_tokens, config.softmax_length, config.local_window) == (0, 0, 0)
     config, *_ = said("short", "--max_length", "30")
     assert config.max_position_embeddings == 30
@@ -447,3 +455,38 @@ def test_a_name_on_the_hub(sources, tmp_path, monkeypatch):
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.base_model, card.data.license, card.data.language) == ("tester/tiny", "mit", "en")
     assert (tmp_path / "out" / "1_Pooling" / "config.json").exists() and not hub.unknown
+
+
+@pytest.mark.parametrize("lost", ["modules.json", "config_sentence_transformers.json", "1_Pooling/config.json"])
+def test_a_name_of_which_the_cache_lacks_a_file(lost, sources, tmp_path, monkeypatch, capsys):
+    """Without a network, a file that was never asked for may exist or not; a download of everything tells."""
+    folder = sources / "sentences"
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files[".gitattributes"] = b""
+    with HubStub() as hub:
+        hub.patch(monkeypatch, tmp_path)
+        hub.repositories["tester/tiny"] = files
+        for name in files.keys() - {lost, ".gitattributes"}:
+            hf_hub_download("tester/tiny", name)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert run("tester/tiny", tmp_path / "out") == 2
+        assert f"whether tester/tiny has a file {lost}. Name a folder, or run `hf download tester/tiny`" in " ".join(
+            capsys.readouterr().err.split()
+        )
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        for name in files:
+            hf_hub_download("tester/tiny", name)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert run("tester/tiny", tmp_path / "out") == 0  # README.md and others do not exist, as is known now
+    assert (tmp_path / "out" / lost).exists()
+
+
+def test_lengths_of_queries_and_documents_are_kept(tmp_path, capsys):
+    source = write_sentences(tmp_path / "source")
+    settings = {"max_seq_length": 16, "query_length": 8, "document_length": 16}
+    write_json(source / "sentence_bert_config.json", settings)
+    assert run(source, tmp_path / "out") == 0
+    written = json.loads((tmp_path / "out" / "sentence_bert_config.json").read_text())
+    assert (written["query_length"], written["document_length"]) == (8, 16)
+    write_json(source / "sentence_bert_config.json", {**settings, "processing_kwargs": {"text": {"max_length": 8}}})
+    assert run(source, tmp_path / "refused") == 2 and "processing_kwargs" in capsys.readouterr().err

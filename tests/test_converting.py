@@ -16,6 +16,7 @@ from converting.texts import Documents, Frame, Rows
 from data.token_store import TokenStore
 from helpers import ROOT
 from processes import run_pair
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from test_convert_command import WORDS, write_model, write_sentences
 from test_launch import pretrain_as
@@ -262,8 +263,9 @@ def log_of(folder):
 
 def test_a_sentence_folder_becomes_one_again(tmp_path):
     teacher = write_sentences(tmp_path / "teacher", {"pooling_mode_mean_tokens": True})
+    (teacher / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
     weights = {"hidden": 1.0, "pooled": 5.0, "spans": 5.0}
-    assert convert_command.main(words_for(tmp_path, teacher, SELECTED, weights)) == 0
+    assert convert_command.main(words_for(tmp_path, teacher, SELECTED, weights, teacher_longest=16)) == 0
     out = tmp_path / "out"
     figures = json.loads((out / "metrics.json").read_text())
     log = [entry for entry in log_of(out) if entry["kind"] == "held_out"]
@@ -282,6 +284,7 @@ def test_a_sentence_folder_becomes_one_again(tmp_path):
         torch.tensor(encoder.encode(text)), F.normalize(states[0].mean(0), dim=0).detach(), rtol=1e-4, atol=1e-5
     )
     card = (out / "README.md").read_text()
+    assert "license: cc-by-nc-4.0" in card and "tokens in linear time" in card
     assert "sentence-transformers" in card and f"{figures['cosine']['128']:.4f}" in card
     assert (out / "conversion.png").is_file() and not (out / "checkpoints").exists()
     frozen = AutoModel.from_pretrained(teacher).embeddings.word_embeddings.weight
@@ -299,6 +302,20 @@ def test_new_positions_are_trained_and_the_sources_stay(tmp_path):
     repeated = source.repeat(5, 1)[trained:200]
     changed = (table[trained + 1 :] != repeated).any(1)
     assert changed.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_source_in_half_precision_is_trained_in_float32(dtype, tmp_path):
+    teacher = write_model(tmp_path / "teacher")
+    AutoModel.from_pretrained(teacher, dtype=dtype).save_pretrained(teacher)
+    model = {**SELECTED, "full_attention_layers": [1]}
+    assert convert_command.main(words_for(tmp_path, teacher, model, {"pooled": 5.0, "spans": 5.0})) == 0
+    assert {weight.dtype for weight in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float32}
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "Softmax attention remains in layer 1 (the first is 0), in quadratic time." in card
+        and "linear time" not in card
+    )
 
 
 def test_a_period_beyond_the_sources_positions_places_no_rows(tmp_path):
@@ -410,6 +427,9 @@ def test_bad_input_gets_a_line(tmp_path, capsys):
     assert "raise `max_length`" in said({**SELECTED, "max_length": 250}, {"pooled": 1.0}, lengths=((8, 300, 1),))
     assert "`attention` needs rows of at most 20 tokens" in said(weights={"attention": 1.0}, lengths=((8, 30, 1),))
     assert "at most 40" in said(teacher_longest=60)
+    short = write_sentences(tmp_path / "short")
+    words = words_for(tmp_path, short, SELECTED, {"pooled": 1.0}, teacher_longest=17)
+    assert "at most 16" in refusal(words, capsys)
     full = {"model_type": "abc_memory", "full_attention_layers": "all"}
     assert "nothing to fit" in said(full, {"attention": 1.0}, lengths=((8, 20, 1),))
     assert "must be 1" in said(

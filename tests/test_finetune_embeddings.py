@@ -56,6 +56,22 @@ def test_the_folder_embeds_and_the_scores_are_those_of_the_saved_model(encoder, 
     assert evaluator(model)["spearman_cosine"] == pytest.approx(figures["scores"]["spearman"], abs=1e-4)
 
 
+def test_training_uses_the_default_prompt_as_encode_does(encoder, data, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    model, losses = SentenceTransformer(str(encoder), device="cpu"), {}
+    model.prompts |= {"query": SENTENCES[0]}
+    for name in (None, "query"):
+        model.default_prompt_name, folder = name, tmp_path / f"prompt-{name}"
+        model.save_pretrained(str(folder / "encoder"))
+        options = {"max_steps": 1, "logging_steps": 1}
+        assert finetune_embeddings.main(words(folder / "encoder", data, folder / "out", **options)) == 0
+        figures = json.loads((folder / "out" / "metrics.json").read_text())
+        losses[name] = figures["log"][0]["loss"]
+        assert figures["training"]["prompts"] == (SENTENCES[0] if name else None)
+    assert abs(losses["query"] - losses[None]) > 1e-3
+
+
 BAD_ROWS = {
     **{f"label {value}": {"label": value} for value in (None, float("nan"), float("inf"), 1e39, -1, True, "high")},
     **{f"sentence {value}": {"sentence1": value} for value in (None, 7)},

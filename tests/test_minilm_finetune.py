@@ -29,6 +29,7 @@ from pyarrow import Table, parquet
 from safetensors.torch import load_file
 from test_convert_command import WORDS, write_model
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
@@ -403,6 +404,29 @@ def test_a_published_adapter_loads_from_the_hub_alone(clone, monkeypatch, tmp_pa
     (found,) = json.loads((tmp_path / "found.json").read_text())
     assert {row["label"] for row in found} == {"negative", "positive"}
     assert [row["score"] for row in found] == pytest.approx([row["score"] for row in expected], rel=1e-4)
+
+
+def test_what_a_user_changes_reaches_an_adapter(clone, monkeypatch, tmp_path):
+    """Also from the Hub, where the Auto class has put it into the base's config; all else is as trained."""
+    folder, base, auto = clone.checkpoint("tiny-sst2").folder, clone.root / "checkpoints" / "tiny", AutoConfig
+    labels = {0: "NEG", 1: "POS"}
+    changes = {"attn_implementation": "eager", "hidden_dropout_prob": 0.3, "output_hidden_states": True}
+    auto_model = AutoModelForSequenceClassification
+    found = [
+        auto_model.from_pretrained(folder, **changes, id2label=labels),
+        auto_model.from_pretrained(folder, config=auto.from_pretrained(base, **changes, id2label=labels)),
+    ]
+    with HubStub() as hub:
+        hub.patch(monkeypatch, tmp_path)
+        push_folder(base, reserve_repository("tester/tiny"), "Base")
+        publish.publish(clone, "tiny-sst2", "tester/tiny-sst2")
+        found.append(auto_model.from_pretrained("tester/tiny-sst2", **changes, id2label=labels))
+    for model in found:
+        config = model.config
+        assert (config._attn_implementation, config.hidden_dropout_prob) == ("eager", 0.3)
+        assert config.output_hidden_states and config.id2label == labels
+    trained = auto.from_pretrained(folder)
+    assert auto_model.from_pretrained(folder, config=auto.from_pretrained(base)).config.id2label == trained.id2label
 
 
 def test_a_shipped_conversion_says_how_it_was_made():

@@ -72,7 +72,7 @@ REFUSED_HERE = REFUSED | {
     "neftune_noise_alpha": "the Trainer does not find the table of embeddings in a SentenceTransformer",
     "include_num_input_tokens_seen": "tokens are not counted",
     "train_sampling_strategy": "--batch_sampler chooses the order of the rows",
-    "prompts": "texts are embedded as they are",
+    "prompts": "texts get the encoder's default prompt, if it has one",
     "router_mapping": "the encoder is the same for both sentences",
     "multi_dataset_batch_sampler": "there is one data set",
 }
@@ -236,6 +236,7 @@ def run(encoder: SentenceTransformer, training: TrainingArguments, pairs: dict[s
             "The encoder gives all pairs of the validation split the same cosine, or none. Name another encoder, "
             "or raise --max_length."
         )
+    training.prompts = encoder.prompts.get(encoder.default_prompt_name)  # as `encode` does
     trainer = EmbeddingTrainer(
         encoder, training, pairs["train"], loss=CoSENTLoss(encoder), callbacks=[Clock(), Sealing()]
     )

@@ -2436,8 +2436,12 @@ def base_of_adapter(
     config = options.get("config")
     if config is None:
         config, options = cls.config_class.from_pretrained(adapter, return_unused_kwargs=True, **options)
-    elif isinstance(config, PreTrainedConfig) and cls.__name__ not in (config.architectures or ()):
-        config = cls.config_class.from_pretrained(adapter, **place)
+    elif (
+        isinstance(config, PreTrainedConfig)
+        and config.name_or_path
+        and cls.__name__ not in (config.architectures or ())
+    ):
+        config = cls.config_class.from_pretrained(adapter, **place, **_overrides(config, place))
     with open(found, encoding="utf-8") as file:
         base = json.load(file)["base_model_name_or_path"]
     # A collection of folders may be anywhere.
@@ -2451,6 +2455,16 @@ def base_of_adapter(
             f"class of its head, or its base, {base}."
         )
     return base, {**options, "config": config, "adapter_kwargs": {**auto, "_adapter_model_path": adapter}}, tensors
+
+
+def _overrides(config: PreTrainedConfig, place: dict[str, Any]) -> dict[str, Any]:
+    """What a user has changed in a base's config, with Transformers' names of options."""
+    base = type(config).from_pretrained(config.name_or_path, **{**place, "revision": None})
+    stock = base.to_dict()
+    changed = {name: value for name, value in config.to_dict().items() if value != stock.get(name)}
+    if (attention := config._attn_implementation) != base._attn_implementation:
+        changed["attn_implementation"] = attention
+    return changed
 
 
 def adapter_tensors(adapter: str | os.PathLike, place: dict[str, Any]) -> set[str]:

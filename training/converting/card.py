@@ -4,9 +4,10 @@ from typing import Any
 
 from common import cards
 from engine.card import run_fields
+from transformers import PreTrainedConfig
 
 from converting.recipe import ConvertRecipe
-from luna_hf.convert.card import KINDS, usage
+from luna_hf.convert.card import KINDS, full_layers, usage
 from luna_hf.convert.files import source_card
 from luna_hf.markdown import code, table
 from luna_hf.scripting import portable
@@ -14,10 +15,10 @@ from luna_hf.scripting import portable
 _COLUMNS = {"cosine": "cosine", "slots_off": "without slots", "window_off": "without window"}
 
 
-def make_card(recipe: ConvertRecipe, figures: dict[str, Any], plot: str) -> str:
-    """Fill `model_cards/trained_conversion.md` from what `metrics.json` holds."""
+def make_card(recipe: ConvertRecipe, config: PreTrainedConfig, figures: dict[str, Any], plot: str) -> str:
+    """Fill `model_cards/trained_conversion.md` from a conversion's config and what `metrics.json` holds."""
     library, task, tags = KINDS[figures["kind"]]
-    known = source_card(recipe.teacher)
+    known, full = source_card(recipe.teacher), full_layers(config)
     metadata = cards.metadata(
         name=recipe.model_name,
         model_type=figures["model_type"],
@@ -38,6 +39,8 @@ def make_card(recipe: ConvertRecipe, figures: dict[str, Any], plot: str) -> str:
         **run_fields(recipe, figures, plot),
         source=code(portable(recipe.teacher)),
         longest=f"{figures['longest_input']:,}",
+        time="" if full else " in linear time",
+        layers=f" Softmax attention remains in {full}, in quadratic time." if full else "",
         usage=usage(figures["kind"], recipe.model_name),
         rows=f"{min(figures['rows'].values())} to {max(figures['rows'].values())}",
         reach=f"{recipe.teacher_longest:,}",

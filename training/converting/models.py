@@ -11,6 +11,7 @@ from converting.texts import Frame
 from luna_hf import FAMILIES, AbcForMaskedLM, AbcModel
 from luna_hf.scripting import UserError
 from luna_hf.warm_start import warm_start
+from luna_hf.warm_start.sentence_folder import SentenceFolder
 
 
 class Made(NamedTuple):
@@ -28,12 +29,13 @@ class Made(NamedTuple):
     report: list[str]
 
 
-def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
-    """Convert the source, and read it unchanged as the teacher.
+def make_pair(recipe: ConvertRecipe, sentences: SentenceFolder | None, frame: Frame) -> Made:
+    """Convert the source, and read it unchanged as the teacher, both in float32, whatever it is stored in.
 
     Raises:
         UserError: It cannot be read or converted, a field of `model` is wrong, or an objective does not suit it.
     """
+    pooling = sentences.pooling if sentences else "mean"
     objectives = {name for stage in recipe.plan() for name in stage.weights}
     words = bool(objectives & {"mlm", "kl"})
     fields = dict(recipe.model)
@@ -41,7 +43,7 @@ def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
     student_class = family.masked_lm if words else family.base_model
     teacher_class = AbcForMaskedLM if words else AbcModel
     try:
-        shared = {"allow_pickle": recipe.allow_pickle, "seed": recipe.seed}
+        shared = {"allow_pickle": recipe.allow_pickle, "seed": recipe.seed, "dtype": "float32"}
         student, made = warm_start(student_class, recipe.teacher, **shared, **fields)
         teacher, read = warm_start(teacher_class, recipe.teacher, memory_control="full", **shared)
     except (ValueError, TypeError) as error:
@@ -54,10 +56,11 @@ def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
         raise UserError(
             f"`stages` have rows of {recipe.longest:,} tokens, but the model takes {longest:,}: raise `max_length`."
         )
-    longest = teacher.config.max_position_embeddings
+    places = teacher.config.max_position_embeddings
+    longest = min(places, sentences.longest or places) if sentences else places
     if max(recipe.teacher_longest, *recipe.teacher_windows) > longest:
         raise UserError(
-            f"`teacher_longest` and `teacher_windows` may be at most {longest}, which {recipe.teacher} takes."
+            f"`teacher_longest` and `teacher_windows` may be at most {longest}, which {recipe.teacher} reads."
         )
     reads = {"reach": recipe.teacher_longest, "windows": tuple(recipe.teacher_windows)}
     pair = Pair(student.eval(), teacher.requires_grad_(False), pooling, frame=frame, **reads)
@@ -69,8 +72,8 @@ def make_pair(recipe: ConvertRecipe, pooling: str, frame: Frame) -> Made:
     if "attention" in objectives and len(config.full_attention_layers or ()) == config.num_hidden_layers:
         raise UserError("All layers of `model` keep full attention: there is nothing to fit. Leave out `attention`.")
     is_table = config.position_embedding_type == "learned" and not config.position_period
-    has_new = is_table and config.position_rows() > longest
-    kept = config.first_position + longest if has_new else 0
+    has_new = is_table and config.position_rows() > places
+    kept = config.first_position + places if has_new else 0
     return Made(pair, set(made.new), kept, made.lines("extended", "new", "unused"))
 
 

@@ -71,7 +71,7 @@ class Conversion(Run):
         recipe = self.recipe
         self.tokenizer, self.sentences = read_source(recipe)
         self.frame = Frame(*borders(self.tokenizer), self.tokenizer.pad_token_id)
-        self.made = make_pair(recipe, self.sentences.pooling if self.sentences else "mean", self.frame)
+        self.made = make_pair(recipe, self.sentences, self.frame)
         self.pair = self.made.pair
         make_plain(self.tokenizer, self.pair.student.config.max_position_embeddings)
         self.pair.student.config.sep_token_id = self.tokenizer.sep_token_id  # ends a question, which heads mark
@@ -200,7 +200,7 @@ class Conversion(Run):
         """Fill `model_cards/trained_conversion.md`, after writing what a sentence-transformers folder has beside."""
         if self.sentences:
             self.sentences.write(self.folder, figures["longest_input"])
-        return make_card(self.recipe, figures, PLOT)
+        return make_card(self.recipe, self.pair.student.config, figures, PLOT)
 
     def report(self, figures: dict[str, Any]) -> None:
         """Print the results."""

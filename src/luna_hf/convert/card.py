@@ -1,10 +1,12 @@
 """The card of a converted encoder."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from huggingface_hub import ModelCardData
+from transformers import PreTrainedConfig
 
 from ..markdown import Markdown, code, code_block, escape, fill, quoted
 from ..markdown import table as markdown_table
@@ -48,14 +50,9 @@ source is as good. To search documents, you can just as well cut them into windo
 """
 
 
-_LINEAR = (
-    "Each token reads its neighbours, some tokens that its head selects, and means of the rest, in time that grows "
-    "linearly with the length."
-)
-
 _FULL = "All layers keep softmax attention, in time that grows with the square of the length."
 
-_NO_LICENCE = "The source's card states no licence. Ask its authors before you pass the model on."
+_NO_LICENCE = "No licence of the source was found. Ask its authors before you pass the model on."
 
 _SENTENCES = """from sentence_transformers import SentenceTransformer
 
@@ -86,15 +83,39 @@ def usage(kind: str, name: str) -> Markdown:
     return code_block(template.substitute(name=quoted(name), auto=auto), "python")
 
 
-def make_card(name: str, source: str, kind: str, longest: int, is_full: bool, facts: dict[str, Any]) -> str:
+def attention(config: PreTrainedConfig) -> str:
+    """What the tokens of a conversion read, and in what time."""
+    if (full := full_layers(config)) == "all layers":
+        return _FULL
+    near = ["its neighbours"] if config.local_window else []
+    near += ["some tokens that its head selects"] if config.num_selected_tokens else []
+    parts = enumerated([*near, "means of the rest" if near else "means of the text"])
+    words = f"Each token reads {parts}, in time that grows linearly with the length."
+    return f"{words} Softmax attention remains in {full}, in quadratic time." if full else words
+
+
+def full_layers(config: PreTrainedConfig) -> str:
+    """The layers with softmax attention, in words; empty if there are none."""
+    full = sorted(config.full_attention_layers or ())
+    if len(full) == config.num_hidden_layers:
+        return "all layers"
+    return f"layer{'s' * (len(full) > 1)} {enumerated(map(str, full))} (the first is 0)" if full else ""
+
+
+def enumerated(words: Iterable[str]) -> str:
+    """Words as a list in a sentence."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def make_card(name: str, source: str, kind: str, config: PreTrainedConfig, facts: dict[str, Any]) -> str:
     """The card as Markdown, with its metadata.
 
     Args:
         name: the folder's.
         source: folder or Hub name of what was converted.
         kind: one of `KINDS`.
-        longest: the longest input in tokens.
-        is_full: whether all layers keep softmax attention.
+        config: that of the conversion.
         facts: the content of `conversion.json`.
     """
     known, (library, task, tags) = source_card(source), KINDS[kind]
@@ -114,8 +135,8 @@ def make_card(name: str, source: str, kind: str, longest: int, is_full: bool, fa
         metadata=Markdown(metadata.to_yaml()),
         name=name,
         source=code(portable(source)),
-        longest=f"{longest:,}",
-        attention=_FULL if is_full else _LINEAR,
+        longest=f"{config.max_position_embeddings:,}",
+        attention=attention(config),
         licence=Markdown(licence) if known.license else _NO_LICENCE,
         usage=usage(kind, name),
         results=Markdown("\n\n".join(results)),

@@ -281,15 +281,13 @@ def convert(options: argparse.Namespace) -> None:
         figures = compare(source, model, texts, options) if texts else []
         facts = describe(source, model, figures, options)
         write_json(folder / "conversion.json", facts)
-        longest, full = model.config.max_position_embeddings, model.config.full_attention_layers or ()
-        is_full = len(full) == model.config.num_hidden_layers
-        card = make_card(target.resolve().name, options.source, source.kind, longest, is_full, facts)
+        card = make_card(target.resolve().name, options.source, source.kind, model.config, facts)
         (folder / "README.md").write_text(card, encoding="utf-8")
-    lines = [*facts["explanations"]]
+    lines, longest = [*facts["explanations"]], f"{model.config.max_position_embeddings:,}"
     if made.unused:
         names = ", ".join(line.strip() for line in made.lines("unused")[1:])
         lines.append(f"Not converted, because only heads of the source use it: {names}.")
-    lines.append(f"Written to {target}: {model.num_parameters():,} parameters, inputs of up to {longest:,} tokens.")
+    lines.append(f"Written to {target}: {model.num_parameters():,} parameters, inputs of up to {longest} tokens.")
     print("\n".join([*report.table_lines(figures), ""] * bool(figures) + [fill(line, 100) for line in lines]))
 
 

@@ -4,9 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.file_download import _CACHED_NO_EXIST
 from transformers import PreTrainedConfig
-from transformers.utils import cached_file
 
 from ..scripting import UserError
 
@@ -15,10 +21,26 @@ if TYPE_CHECKING:
 
 
 def find(source: str, name: str) -> str | None:
-    """The path of a file of a folder or Hub repository, or `None` if there is no such file."""
-    return cached_file(
-        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
+    """The path of a file of a folder or Hub repository, or `None` if there is no such file or repository.
+
+    Raises:
+        UserError: The Hub cannot be reached, and the cache does not tell.
+    """
+    if Path(source).is_dir():
+        return str(Path(source, name)) if Path(source, name).is_file() else None
+    try:
+        return hf_hub_download(source, name)
+    except LocalEntryNotFoundError as error:
+        # Every repository has this file, and only a download of the whole repository stores it.
+        is_whole = isinstance(try_to_load_from_cache(source, ".gitattributes"), str)
+        if is_whole or try_to_load_from_cache(source, name) is _CACHED_NO_EXIST:
+            return None
+        raise UserError(
+            f"The Hub cannot be reached, and the cache does not show whether {source} has a file {name}. Name a "
+            f"folder, or run `hf download {source}` where there is a network."
+        ) from error
+    except (EntryNotFoundError, RepositoryNotFoundError, HFValidationError):
+        return None
 
 
 def source_card(source: str) -> ModelCardData:

@@ -25,16 +25,16 @@ POOLINGS = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
 
 _MOST_TOKENS = 10**9
 
+# Settings of the transformer that a conversion keeps, and those that change what it reads.
+_LENGTHS, _CHANGED = ("query_length", "document_length"), ("processing_kwargs", "query_expansion")
+
 SETTINGS, WEIGHTS = "config_sentence_transformers.json", "model.safetensors"
 
 
 def _read_json(name: str, *parts: str) -> Any:
     """The content of a file of a folder or Hub name, or `None` if there is none."""
     file = "/".join(filter(None, parts))
-    try:
-        path = find(name, file)
-    except OSError:  # no model of this name, which reading its config reports
-        return None
+    path = find(name, file)
     try:
         return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -49,12 +49,15 @@ def find_transformer(name: str) -> str:
 
     Returns:
         The subfolder with the transformer's config and weights: the first module's. Empty if they are not in a
-        subfolder, or if there is no such model.
+        subfolder, if there is no such model, or if it is cached without a `modules.json`.
 
     Raises:
         ValueError: Its `modules.json` cannot be read.
     """
-    modules = _read_json(name, "modules.json")
+    try:
+        modules = _read_json(name, "modules.json")
+    except UserError:  # the Hub cannot be reached; if the root has no config either, reading it reports that
+        return ""
     return "" if modules is None else _first_path(modules, name)
 
 
@@ -76,6 +79,7 @@ class SentenceFolder:
         modules: the entries of its modules.json, the transformer's first.
         pooling: how it pools states: one of the values of `POOLINGS`.
         lower: whether it lowercases texts before its tokenizer.
+        lengths: how many tokens it reads of a query or a document, if that differs, by the name of the setting.
         longest: how many tokens of a text it reads; `None` for all that its transformer can.
         files: what is copied, by the path inside the folder.
         has_dense: whether it projects what it has pooled.
@@ -84,6 +88,7 @@ class SentenceFolder:
     modules: list[dict[str, Any]]
     pooling: str
     lower: bool
+    lengths: dict[str, int]
     longest: int | None
     files: dict[str, str]
     has_dense: bool
@@ -100,7 +105,8 @@ class SentenceFolder:
             shutil.copyfile(path, folder / name)
         first, *others = self.modules
         write_json(folder / "modules.json", [{**first, "path": ""}, *others])
-        write_json(folder / TRANSFORMER_CONFIGS[0], {"max_seq_length": max_length, "do_lower_case": self.lower})
+        settings = {"max_seq_length": max_length, "do_lower_case": self.lower, **self.lengths}
+        write_json(folder / TRANSFORMER_CONFIGS[0], settings)
 
 
 def read_sentence_folder(name: str) -> SentenceFolder | None:
@@ -108,7 +114,7 @@ def read_sentence_folder(name: str) -> SentenceFolder | None:
 
     Raises:
         ValueError: A file cannot be read.
-        UserError: It has modules or a pooling that cannot be kept.
+        UserError: It has modules, settings or a pooling that cannot be kept, or the Hub cannot be reached.
     """
     try:
         modules = _read_json(name, "modules.json")
@@ -129,6 +135,8 @@ def _read_modules(name: str, modules: list[dict[str, Any]]) -> SentenceFolder:
         raise UserError(f"The modules.json of {name} names files outside their folders. Name another model.")
     for config in TRANSFORMER_CONFIGS:
         settings = settings or _read_json(name, subfolder, config) or {}
+    if changed := [setting for setting in _CHANGED if settings.get(setting)]:
+        raise UserError(f"{name} has the setting {changed[0]}, which cannot be kept. Name a model without it.")
     own = [SETTINGS, *(f"{path}/{file}" for path in paths[1:] for file in ("config.json", WEIGHTS))]
     files = {file: place for file in own if (place := find(name, file))}
     for path, kind in zip(paths, kinds, strict=True):
@@ -144,7 +152,8 @@ def _read_modules(name: str, modules: list[dict[str, Any]]) -> SentenceFolder:
     if longest is not None and (type(longest) is not int or longest < 1):
         raise ValueError(f"{name} has a `max_seq_length` of {longest!r}, which is no number of tokens.")
     pooling, lower = _pooling(name, paths[1]), bool(settings.get("do_lower_case"))
-    return SentenceFolder(modules, pooling, lower, longest, files, "Dense" in kinds)
+    lengths = {setting: settings[setting] for setting in _LENGTHS if settings.get(setting)}
+    return SentenceFolder(modules, pooling, lower, lengths, longest, files, "Dense" in kinds)
 
 
 def _kind(type_name: str) -> str:
