@@ -120,6 +120,8 @@ def test_files_of_a_folder_belong_to_splits_by_their_names(tmp_path, names, spli
         expected = [f"document {number}" for number in numbers]
         assert texts_of(tmp_path, data=[{"path": folder, "split": split}]) == expected
     assert texts_of(tmp_path, data=folder) == [f"document {number}" for number in splits["train"]]
+    rest = f", split train; not read: {', '.join(splits.keys() - {'train'})})" if len(splits) == 2 else ""
+    assert rest in opened(tmp_path, data=folder).description
     with pytest.raises(UserError, match=rf"'dev', only: {', '.join(sorted(splits))}"):
         opened(tmp_path, data=[{"path": folder, "split": "dev"}])
 

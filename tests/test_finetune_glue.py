@@ -456,6 +456,10 @@ BAD = {
     "names of classes in the config": ({**SST2, "model_config": ["id2label={0: a}"]}, "id2label.*labels of the data"),
     "text is missing": (own(dev="holes.jsonl"), r"Row 0 of .*holes\.jsonl"),
     "missing dev split": ({**SST2, "validation_split": "dev"}, r"split dev.*--validation_split"),
+    "training rows of another name": (
+        {**SST2, "train_split": "validation", "validation_split": "train"},
+        "only the training split",
+    ),
     "no such data set": ({"task_name": "sst2", "dataset_name": "no/such"}, "'no/such'"),
     **{
         f"{name} in the config": ({**SST2, "model_config": [f"{name}={value}"]}, rf"`(model\.)?{name}`")

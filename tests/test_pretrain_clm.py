@@ -27,7 +27,14 @@ from tiny_training import (
     start,
     without_model_section,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertTokenizer,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
 
 from luna_hf import MemoryCache
 from luna_hf.markdown import code
@@ -228,6 +235,22 @@ def test_a_tokenizer_that_ends_every_text_is_adapted(corpus, tmp_path, capsys):
         assert loaded(text)["input_ids"] == original(text)["input_ids"][:-1]
         assert loaded.decode(loaded(text)["input_ids"], skip_special_tokens=True) == text
     assert loaded.get_vocab() == original.get_vocab()
+
+
+def test_a_tokenizer_of_bert_ends_documents_and_generation_alike(corpus, tmp_path):
+    special = ["[UNK]", "[unused1]", "[PAD]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
+    vocabulary = {word: number for number, word in enumerate([*special, *(f"##{word}" for word in special[6:])])}
+    BertTokenizer(vocab=vocabulary).save_pretrained(tmp_path / "bert")
+    run(tmp_path / "out", data=corpus, tokenizer=tmp_path / "bert")
+    config, loaded = AutoConfig.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (3, 4, 2)
+    assert loaded.eos_token == "[SEP]" and loaded("a").input_ids == [3, 6]
+    generation = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert generation.eos_token_id == 4
+    masked = models.make_config(
+        {"model_type": "luna"}, AutoTokenizer.from_pretrained(tmp_path / "bert"), len(vocabulary)
+    )
+    assert (masked.bos_token_id, masked.eos_token_id, masked.sep_token_id) == (None, None, 4)
 
 
 def test_the_tokenizer_of_gpt2_gets_a_padding_token(corpus, tmp_path, capsys):

@@ -118,6 +118,15 @@ def test_base_recipes_are_the_model_of_the_paper_with_the_optimisation_of_robert
 # ---- options ----
 
 
+def test_a_checkpoint_keeps_its_tokenizer(capsys):
+    """That of the recipe may have other ids for the same words."""
+    path, words = PATHS["luna-base-16gb"], ["--model_name_or_path", "some/model"]
+    loaded = pretrain_mlm.read_recipe(path, words)
+    assert (loaded.tokenizer, loaded.model) == ("", {})
+    assert "Ignoring the recipe's tokenizer, FacebookAI/roberta-base" in capsys.readouterr().out
+    assert pretrain_mlm.read_recipe(path, [*words, "--tokenizer", "other/one"]).tokenizer == "other/one"
+
+
 def test_another_model_type_keeps_the_fields_that_it_has(capsys):
     loaded = pretrain_mlm.read_recipe(DEMO, ["--model.model_type", "roberta"])
     assert loaded.model["hidden_size"] == 128 and "projection_length" not in loaded.model

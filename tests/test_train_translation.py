@@ -284,6 +284,7 @@ def test_a_run(kind, data, tmp_path):
     assert figures["validation"]["bleu"]["signature"] in (tmp_path / "out" / "README.md").read_text()
 
 
+ABC = next(path for path in RECIPES if path.stem == "multi30k_abc16")
 DROPOUT = {"model__hidden_dropout_prob": 0.1}
 
 
@@ -311,6 +312,32 @@ def test_a_killed_run_continues_with_the_same_numbers(version, data, whole, tmp_
     run(data, tmp_path / "out", **DROPOUT)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("")["input_ids"] == [2]
     assert same_weights(whole[0], tmp_path / "out")
+
+
+def test_splits_may_have_any_names(data, tmp_path):
+    for language in ("en", "de"):
+        for old, new in (("train", "fit"), ("validation", "test"), ("test", "train")):
+            shutil.copyfile(data / f"{old}.{language}", tmp_path / f"{new}.{language}")
+    splits = {"train_split": "fit", "validation_split": "test", "test_split": "train"}
+    figures = run(tmp_path, tmp_path / "out", **splits)
+    for name, split in (("validation", "test"), ("test", "train")):
+        first = (tmp_path / f"{split}.en").read_text().splitlines()[0]
+        assert figures[name]["samples"][0]["source"] == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"recipe": ABC, "model__projection_length": None, "model__memory_size": 4}, "model_type` is 'abc_memory'"),
+        ({"model__num_attention_heads": 4}, "`model.num_attention_heads` is 4, but 2 in"),
+        ({"model__norm_first": False}, "`model.norm_first` is False"),
+        ({"model__decoder_layers": 2}, "`model.decoder_layers` is 2"),
+    ],
+)
+def test_weights_of_another_model_are_refused(changes, named, whole, data, tmp_path, capsys):
+    words = arguments(data, tmp_path / "out", initial_weights=whole[0], **changes)
+    assert start(train_translation, words) == 2
+    assert named in capsys.readouterr().err
 
 
 def test_a_given_tokenizer(data, tmp_path):

@@ -124,7 +124,8 @@ def make_config(
     model_type = fields.pop("model_type")
     known = model_fields(model_type, kind)
     special = {name: getattr(tokenizer, name, None) if tokenizer else own for name, own in _FROM_TOKENIZER.items()}
-    special = {name: value for name, value in special.items() if name in known and value is not None}
+    # Those that a tokenizer lacks are `None`: a config's defaults are ids of another vocabulary.
+    special = {name: value for name, value in special.items() if name in known}
     for name in fields:
         if name in ("vocab_size", "is_decoder", "is_encoder_decoder", *_FROM_TOKENIZER):
             cause = "command" if name.startswith("is_") else "tokenizer"

@@ -27,6 +27,7 @@ from luna_hf.scripting import UserError
 _KINDS = {".txt": "text", **KINDS}
 # A file or folder with one of these names divides its folder into splits.
 _SPLITS = {"train", "validation", "valid", "val", "dev", "test"}
+_NAMED = 3  # splits that a message names
 _SHARD = re.compile(r"[-_.]?\d+([-_]of[-_]\d+)?$")
 # Local sources are read this far before a run starts: a moment, which finds most of their errors.
 _LOOK_CHARACTERS = 10_000_000
@@ -263,7 +264,7 @@ def _open_files(path: Path, split: str | None, default_split: str, column: str, 
         check_file(file, _LOOK_BYTES)
     kind = _KINDS[ending(files[0])]
     name = "text" if kind == "text" else ending(files[0])[1:]
-    plural, of_split = "s" * (len(files) > 1), f", split {wanted}" if len(by_split) > 1 else ""
+    plural, of_split = "s" * (len(files) > 1), f", split {wanted}{_rest(by_split, wanted)}" if len(by_split) > 1 else ""
     description = f"{path.name or 'own text'} ({len(files)} {name} file{plural}{of_split})"
     status = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     if kind == "text":
@@ -298,6 +299,13 @@ def _files_by_split(path: Path, where: str) -> dict[str, list[Path]]:
     if path.is_file() or not _SPLITS.intersection(names):
         return {"": list(files)}
     return {name: [file for file, other in zip(files, names, strict=True) if other == name] for name in names}
+
+
+def _rest(by_split: dict[str, list[Path]], wanted: str) -> str:
+    """The splits that are not read, in words."""
+    others = [split for split in by_split if split != wanted]
+    more = f" and {len(others) - _NAMED} more" * (len(others) > _NAMED)
+    return f"; not read: {', '.join(others[:_NAMED])}{more}"
 
 
 # ---- the Hub ----

@@ -311,6 +311,9 @@ def adapt_to_overrides(values: dict[str, Any], overrides: dict[str, Any], kind: 
             but = f"; overridden: {', '.join(given)}" if given else ""
             print(f"Ignoring the recipe's model section, since the model starts from {start}{but}.")
         values["model"] = {}
+        if values.get("tokenizer") and "tokenizer" not in overrides:
+            print(f"Ignoring the recipe's tokenizer, {values['tokenizer']}: the model has its own.")
+            values["tokenizer"] = ""
     elif new_type != model.get("model_type"):
         unknown = sorted(set(model) - model_fields(new_type, kind) - {"model_type"})
         if unknown:

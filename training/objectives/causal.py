@@ -55,6 +55,8 @@ class CausalPretraining(Pretraining):
         tokenizer, notes = copy.deepcopy(tokenizer), []
         if tokenizer.eos_token_id is None and tokenizer.sep_token_id is None:
             raise UserError(f"The tokenizer at {name!r} has no end token (eos) to separate documents.")
+        if tokenizer.eos_token_id is None:
+            tokenizer.eos_token = tokenizer.sep_token  # ends documents, so generation stops at it
         if tokenizer.pad_token_id is None and new_model:
             tokenizer.add_special_tokens({"pad_token": "<pad>"})
             notes.append(f"The tokenizer of `{name}` has no padding token; `<pad>` was added to its vocabulary.")

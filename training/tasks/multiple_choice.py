@@ -278,11 +278,14 @@ class RaceTask(ChoiceTask):
     dataset = "RACE (Lai et al. 2017), for non-commercial research only"
     columns = ("example_id", "article", "question", "options", "answer")
     read_row = staticmethod(race_row)
-    example = """passage = "Tom has a cat and a dog. The cat sleeps all day, and the dog plays with him."
+    example = """import re
+
+passage = "Tom has a cat and a dog. The cat sleeps all day, and the dog plays with him."
 question = "Tom plays with _ ."
 options = ["the cat", "the dog", "nobody", "his sister"]
 # The option fills the blank, or follows a question that has none.
-texts = [question.replace("_", option) if "_" in question else f"{question} {option}" for option in options]
+filled = question if "_" in question else f"{question} _"
+texts = [re.sub("_+", lambda _: option, filled) for option in options]
 inputs = tokenizer(texts, [passage] * len(texts), truncation="only_second", padding=True, return_tensors="pt")"""
 
     def load(self, name: str, config: str | None) -> dict[str, Dataset]:

@@ -8,6 +8,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import DataCollatorWithPadding, PreTrainedConfig, PreTrainedTokenizerBase
 
+from luna_hf.scripting import UserError
 from tasks.arguments import FinetuneArguments, FinetuneTrainingArguments
 from tasks.labels import SINGLE_LABEL, ClassOrder
 
@@ -63,6 +64,10 @@ class Task:
         tests: Sequence[str],
         config: str | None = None,
     ) -> None:
+        if train != "train" and "train" in (*development, *tests):
+            raise UserError(
+                "A split called train is to evaluate on or to predict: only the training split may have that name."
+            )
         self.train = rows[train]
         self.evaluation = {split: rows[split] for split in development if split in rows}
         self.tests = {split: rows[split] for split in tests if split in rows and split not in self.evaluation}

@@ -27,6 +27,15 @@ _NOT_TAKEN = {
 }
 
 
+def differences(config: PreTrainedConfig, other: PreTrainedConfig) -> list[str]:
+    """Fields in which two configs of one type differ, so that the same weights compute something else."""
+    own, values = config.to_dict(), other.to_dict()
+    names = model_fields(config.model_type, SEQ2SEQ) & own.keys() - PreTrainedConfig().to_dict().keys()
+    names -= (_FREE | _NOT_TAKEN | {"init_std"}) - {"pack_activation", "decoder_layers"}
+    found = (name for name in names if "drop" not in name and not name.endswith("_token_id"))
+    return sorted(name for name in found if own[name] != values.get(name))
+
+
 def encoder_config(source: str) -> BoundedMemoryConfig:
     """The config of an encoder of this library.
 

@@ -27,7 +27,15 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 from luna_hf.configuration import BoundedMemoryConfig
 from luna_hf.scripting import TOKENIZER_FILES, UserError, reason
 from translation.card import make_card
-from translation.encoder import complete_section, encoder_config, encoder_weights, new_parts, seq2seq_config, with_ends
+from translation.encoder import (
+    complete_section,
+    differences,
+    encoder_config,
+    encoder_weights,
+    new_parts,
+    seq2seq_config,
+    with_ends,
+)
 from translation.pairs import (
     IGNORED,
     EncodedPairs,
@@ -122,7 +130,7 @@ class Translation(Run):
         disable_progress_bars()
         self.splits = {name: read_pairs(recipe, name) for name in (recipe.train_split, recipe.validation_split)}
         if recipe.test_split:
-            self.splits["test"] = read_pairs(recipe, recipe.test_split)
+            self.splits[recipe.test_split] = read_pairs(recipe, recipe.test_split)
         loads = self.encoder and not self.found
         self.encoder_weights = encoder_weights(recipe.initial_encoder, self.section) if loads else None
 
@@ -148,7 +156,7 @@ class Translation(Run):
         self.stored = load_tokenizer(str(self.folder))
         self.tokenizer = tokenizer = self.ended(self.stored)
         if recipe.test_split and not recipe.truncate_source:
-            check_sources(self.splits["test"], tokenizer, self.limit)
+            check_sources(self.splits[recipe.test_split], tokenizer, self.limit)
         training, held_out = (
             encode_pairs(
                 *(self.splits[name], tokenizer, recipe.max_length),
@@ -203,6 +211,8 @@ class Translation(Run):
             f"Steps: {recipe.max_steps - self.counters.step:,} to go, each of {batches} of at most "
             f"{recipe.batch_tokens:,} tokens a side on {processes}."
         )
+        for note in self.notes:
+            self.accelerator.print(f"- {note}")
 
     # ---- the end ----
 
@@ -234,7 +244,7 @@ class Translation(Run):
         """Scores of the splits."""
         recipe, scores = self.recipe, {}
         longest = recipe.max_length if recipe.truncate_source else None
-        names = {"validation": recipe.validation_split, **({"test": "test"} if recipe.test_split else {})}
+        names = {"validation": recipe.validation_split, **({"test": recipe.test_split} if recipe.test_split else {})}
         for name, split in names.items():
             own = self.model, self.tokenizer, self.splits[split], recipe.eval_batch_size
             scores[name] = evaluate_split(*own, longest, recipe.task)
@@ -272,11 +282,20 @@ def start_from(model: PreTrainedModel, source: str) -> list[str]:
     """Load the weights of another encoder-decoder, and return what the two do not share.
 
     Raises:
-        UserError: It cannot be loaded, or a weight has another shape.
+        UserError: It cannot be loaded, is of another type, or has another shape or another value of a field.
     """
     try:
-        weights = AutoModelForSeq2SeqLM.from_pretrained(source, dtype=torch.float32).state_dict()
-        missing, unused = model.load_state_dict(weights, strict=False)
+        loaded = AutoModelForSeq2SeqLM.from_pretrained(source, dtype=torch.float32)
+    except DAMAGED as error:
+        raise UserError(f"The model cannot start from {source} ({reason(error)}).") from error
+    own, other = model.config, loaded.config
+    for name in ["model_type"] * (own.model_type != other.model_type) or differences(own, other):
+        raise UserError(
+            f"`model.{name}` is {getattr(own, name)!r}, but {getattr(other, name, None)!r} in {source}, the "
+            "`initial_weights`: give it that value."
+        )
+    try:
+        missing, unused = model.load_state_dict(loaded.state_dict(), strict=False)
     except DAMAGED as error:
         raise UserError(f"The model cannot start from {source} ({reason(error)}).") from error
     found = {"new": set(missing) - set(model.all_tied_weights_keys), "not used": unused}
