@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from running import KEPT, RESULTS, joined_versions, read_json, run_alone
+from running import KEPT, RESULTS, joined, read_json, run_alone
 
 # isort: split
 import minilm_finetune_mlm as mlm
@@ -295,8 +295,8 @@ def report(options: argparse.Namespace) -> None:
     result = {
         "command": f"python {SCRIPT} report",
         "commands": sorted({run["command"] for run in kept}),
-        **{name: kept[-1][name] for name in ("date", "machine")},
-        "versions": joined_versions(kept),
+        "date": kept[-1]["date"],
+        **{name: joined(run[name] for run in kept) for name in ("machine", "versions")},
         "rows": rows_of_cards(kept),
         "runs": kept,
     }

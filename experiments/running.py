@@ -143,19 +143,21 @@ def shared_fields(script: str, runs: Sequence[dict[str, Any]], own: Iterable[str
     return {
         "command": f"python {script} report",
         "commands": sorted({run["command"] for run in runs}),
-        **{name: runs[0][name] for name in ("date", "machine")},
-        "versions": joined_versions(runs),
+        "date": runs[0]["date"],
+        **{name: joined(run[name] for run in runs) for name in ("machine", "versions")},
         "recipe": {name: value for name, value in runs[0]["recipe"].items() if name not in own},
     }
 
 
-def joined_versions(results: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """The versions that results were made with; those of packages that differ are joined by "and"."""
-    found: dict[str, dict[str, None]] = {}
-    for result in results:
-        for name, version in result["versions"].items():
-            found.setdefault(name, {}).update(dict.fromkeys(version.split(" and ")))
-    return {name: " and ".join(sorted(versions)) for name, versions in found.items()}
+def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Versions or machines of several results: texts that differ are joined by "and"; of numbers, the last counts."""
+    found: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, str):
+                value = " and ".join(sorted({*found.get(name, value).split(" and "), *value.split(" and ")}))
+            found[name] = value
+    return found
 
 
 def keep_published(result: dict[str, Any], folder: Path, subject: str, cell: Callable[[Any], Any]) -> None:
@@ -170,7 +172,7 @@ def keep_published(result: dict[str, Any], folder: Path, subject: str, cell: Cal
         if all(own[name] == before[name] for name in own.keys() & before.keys()):
             runs = {cell(run): run for run in published["runs"]} | runs
             result["commands"] = sorted({*published["commands"], *result["commands"]})
-            result["versions"] = joined_versions([published, result])
+            result |= {name: joined([published[name], result[name]]) for name in ("machine", "versions")}
             result |= {name: value for name, value in published.items() if result.get(name) is None}
     result["runs"] = [runs[key] for key in sorted(runs)]
 
