@@ -64,7 +64,11 @@ def test_published_runs_stay_unless_repeated_or_made_with_another_recipe(tmp_pat
     published = running.read_json(path)
     kept = published["runs"][0]
     run = {name: kept[name] for name in ("system", "direction")} | {"seed": 77, "command": "own"}
-    run |= {name: published[name] for name in ("date", "machine")} | {"versions": {"torch": "99.0"}}
+    run |= {
+        "date": published["date"],
+        "versions": {"torch": "99.0"},
+        "machine": {**published["machine"], "cpu": "Zuse"},
+    }
     folder = tmp_path / "runs" / "train" / "new"
     folder.mkdir(parents=True)
     scores = {name: {"score": 1.0, "signature": "none"} for name in multi30k.METRICS}
@@ -92,6 +96,8 @@ def test_published_runs_stay_unless_repeated_or_made_with_another_recipe(tmp_pat
         assert made["commands"] == (["own"] if not stays else sorted({*published["commands"], "own"}))
         former = [] if not stays else published["versions"]["torch"].split(" and ")
         assert made["versions"]["torch"].split(" and ") == [*former, "99.0"]
+        former = [] if not stays else published["machine"]["cpu"].split(" and ")
+        assert made["machine"]["cpu"].split(" and ") == [*former, "Zuse"]
 
 
 @pytest.mark.parametrize(
