@@ -128,7 +128,8 @@ def translated(folder):
 def converted(folder):
     facts = {"texts": BAD, "machine": {"cpu": BAD}, "figures": [], "explanations": [BAD], "command": BAD}
     facts |= {"date": BAD, "versions": dict.fromkeys(("torch", "transformers", "luna_hf"), BAD)}
-    return luna_hf.convert.card.make_card(BAD, str(folder / BAD.replace("/", "")), "states", 64, False, facts)
+    source, config = str(folder / BAD.replace("/", "")), luna_hf.AbcConfig()
+    return luna_hf.convert.card.make_card(BAD, source, "states", config, facts)
 
 
 def warm_started(folder):

@@ -137,7 +137,7 @@ def test_a_state_of_another_source_is_refused(family):
 @torch.no_grad()
 def test_the_id_of_padding_can_be_changed(family, causal):
     """In the model's config, which `forward`, `write_source` and `generate` follow."""
-    model, target = make(family, source_is_causal=causal), random_ids(2, 3)
+    model, target = make(family, source_is_causal=causal).double(), random_ids(2, 3)
     model.config.pad_token_id = 7
     ids = random_ids(2, 8).masked_fill(torch.arange(8) > torch.tensor([[7], [4]]), 7)
     mask, cache = (ids != 7).long(), MemoryCache(model.config)
