@@ -458,7 +458,7 @@ BAD = {
     "missing dev split": ({**SST2, "validation_split": "dev"}, r"split dev.*--validation_split"),
     "training rows of another name": (
         {**SST2, "train_split": "validation", "validation_split": "train"},
-        "only the training split",
+        "Rename the files",
     ),
     "no such data set": ({"task_name": "sst2", "dataset_name": "no/such"}, "'no/such'"),
     **{

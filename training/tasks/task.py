@@ -66,7 +66,8 @@ class Task:
     ) -> None:
         if train != "train" and "train" in (*development, *tests):
             raise UserError(
-                "A split called train is to evaluate on or to predict: only the training split may have that name."
+                f"The split train is to evaluate on or to predict, but {train} to train on: only the training split "
+                "may be called train. Rename the files."
             )
         self.train = rows[train]
         self.evaluation = {split: rows[split] for split in development if split in rows}

@@ -28,7 +28,9 @@ _NOT_TAKEN = {
 
 
 def differences(config: PreTrainedConfig, other: PreTrainedConfig) -> list[str]:
-    """Fields in which two configs of one type differ, so that the same weights compute something else."""
+    """Fields in which two configs differ, so that the same weights compute something else; or just the type."""
+    if config.model_type != other.model_type:
+        return ["model_type"]
     own, values = config.to_dict(), other.to_dict()
     names = model_fields(config.model_type, SEQ2SEQ) & own.keys() - PreTrainedConfig().to_dict().keys()
     names -= (_FREE | _NOT_TAKEN | {"init_std"}) - {"pack_activation", "decoder_layers"}

@@ -289,7 +289,8 @@ def start_from(model: PreTrainedModel, source: str) -> list[str]:
     except DAMAGED as error:
         raise UserError(f"The model cannot start from {source} ({reason(error)}).") from error
     own, other = model.config, loaded.config
-    for name in ["model_type"] * (own.model_type != other.model_type) or differences(own, other):
+    if names := differences(own, other):
+        name = names[0]
         raise UserError(
             f"`model.{name}` is {getattr(own, name)!r}, but {getattr(other, name, None)!r} in {source}, the "
             "`initial_weights`: give it that value."

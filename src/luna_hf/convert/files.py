@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
-    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
 from huggingface_hub.file_download import _CACHED_NO_EXIST
@@ -24,23 +26,27 @@ def find(source: str, name: str) -> str | None:
     """The path of a file of a folder or Hub repository, or `None` if there is no such file or repository.
 
     Raises:
-        UserError: The Hub cannot be reached, and the cache does not tell.
+        UserError: The Hub does not tell, nor does the cache.
     """
     if Path(source).is_dir():
         return str(Path(source, name)) if Path(source, name).is_file() else None
     try:
         return hf_hub_download(source, name)
-    except LocalEntryNotFoundError as error:
+    except HFValidationError:
+        return None
+    except (EntryNotFoundError, HfHubHTTPError) as error:
+        if isinstance(error, RemoteEntryNotFoundError | RepositoryNotFoundError) and not isinstance(
+            error, GatedRepoError
+        ):
+            return None
         # Every repository has this file, and only a download of the whole repository stores it.
         is_whole = isinstance(try_to_load_from_cache(source, ".gitattributes"), str)
         if is_whole or try_to_load_from_cache(source, name) is _CACHED_NO_EXIST:
             return None
         raise UserError(
-            f"The Hub cannot be reached, and the cache does not show whether {source} has a file {name}. Name a "
-            f"folder, or run `hf download {source}` where there is a network."
+            f"The Hub cannot be reached or refuses access, and the cache does not show whether {source} has a file "
+            f"{name}. Name a folder, or run `hf download {source}` where there is access."
         ) from error
-    except (EntryNotFoundError, RepositoryNotFoundError, HFValidationError):
-        return None
 
 
 def source_card(source: str) -> ModelCardData:
