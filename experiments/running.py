@@ -150,14 +150,20 @@ def shared_fields(script: str, runs: Sequence[dict[str, Any]], own: Iterable[str
 
 
 def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Versions or machines of several results: texts that differ are joined by "and"; of numbers, the last counts."""
+    """Versions or machines of several results: texts that differ become "a, b and c"; of numbers, the last counts."""
     found: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
             if isinstance(value, str):
-                value = " and ".join(sorted({*found.get(name, value).split(" and "), *value.split(" and ")}))
+                *most, last = sorted({one for text in (found.get(name, value), value) for one in listed(text)})
+                value = f"{', '.join(most)} and {last}" if most else last
             found[name] = value
     return found
+
+
+def listed(text: str) -> list[str]:
+    """The parts of "a, b and c"."""
+    return re.split(", | and ", text)
 
 
 def keep_published(result: dict[str, Any], folder: Path, subject: str, cell: Callable[[Any], Any]) -> None:

@@ -94,10 +94,15 @@ def test_published_runs_stay_unless_repeated_or_made_with_another_recipe(tmp_pat
         assert [other for other in made["runs"] if other["scores"]["bleu"] != 1.0] == others
         assert len(made["runs"]) == len(others) + 1
         assert made["commands"] == (["own"] if not stays else sorted({*published["commands"], "own"}))
-        former = [] if not stays else published["versions"]["torch"].split(" and ")
-        assert made["versions"]["torch"].split(" and ") == [*former, "99.0"]
-        former = [] if not stays else published["machine"]["cpu"].split(" and ")
-        assert made["machine"]["cpu"].split(" and ") == [*former, "Zuse"]
+        for kind, name, own in (("versions", "torch", "99.0"), ("machine", "cpu", "Zuse")):
+            former = running.listed(published[kind][name]) if stays else []
+            assert running.listed(made[kind][name]) == [*former, own]
+
+
+def test_what_differs_between_results_is_listed():
+    parts = [{"cpu": "B and C", "cores": 2}, {"cpu": "B"}, {"cpu": "A", "cores": 4}]
+    assert running.joined(parts) == {"cpu": "A, B and C", "cores": 4}
+    assert running.joined([running.joined(parts), {"cpu": "D"}]) == {"cpu": "A, B, C and D", "cores": 4}
 
 
 @pytest.mark.parametrize(
