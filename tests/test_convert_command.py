@@ -356,6 +356,10 @@ SPOILT = {
     "modules without folders": ({"modules.json": with_third(path=None)}, "another form"),
     "settings of another form": ({"sentence_bert_config.json": [1]}, "another form"),
     "a length that is a text": ({"sentence_bert_config.json": {"max_seq_length": "x"}}, "`max_seq_length` of 'x'"),
+    "options of its tokenizer": (
+        {"sentence_bert_config.json": {"max_seq_length": 16, "tokenizer_args": {"do_lower_case": False}}},
+        "tokenizer_args",
+    ),
     "a tokenizer's length": ({"tokenizer_config.json": {"model_max_length": -1}}, "`model_max_length` is -1"),
     "files outside": ({"modules.json": with_third(path="../2_Normalize")}, "modules.json"),
     "Dense without weights": ({"modules.json": with_third(**DENSE)}, "2_Dense/model.safetensors"),

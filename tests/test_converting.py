@@ -11,7 +11,7 @@ import pytest
 import torch
 from converting.objective import Pair, pool, split_windows
 from converting.recipe import Lengths, stage_at
-from converting.run import Conversion
+from converting.run import Conversion, read_frame
 from converting.texts import Documents, Frame, Rows
 from data.token_store import TokenStore
 from helpers import ROOT
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM
 
 from luna_hf import AbcForMaskedLM, AbcModel, LunaForMaskedLM
+from luna_hf.scripting import write_json
 from luna_hf.warm_start import warm_start
 
 FRAME = Frame(2, 3, 0)
@@ -182,6 +183,15 @@ def test_losses_of_long_rows_are_literal(pair):
     assert found.keys() == {"pooled", "spans"}  # the teacher has no states of these rows
     torch.testing.assert_close(found["pooled"], sum(pooled) / 2, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found["spans"], sum(spans) / 2, rtol=1e-9, atol=1e-12)
+
+
+def test_a_short_row_of_a_long_pass_is_read_whole(pair):
+    batch = batch_of(50, 15)
+    found = pair.losses(batch, ["pooled", "spans"])
+    rows = [{name: part[row : row + 1, :length] for name, part in batch.items()} for row, length in ((0, 50), (1, 15))]
+    long, short = (pair.losses(row, ["pooled", "spans"]) for row in rows)
+    torch.testing.assert_close(found["pooled"], (long["pooled"] + short["pooled"]) / 2)
+    torch.testing.assert_close(found["spans"], long["spans"])
 
 
 def test_goals_of_windows_of_several_sizes(pair):
@@ -430,6 +440,13 @@ def test_bad_input_gets_a_line(tmp_path, capsys):
     short = write_sentences(tmp_path / "short")
     words = words_for(tmp_path, short, SELECTED, {"pooled": 1.0}, teacher_longest=17)
     assert "at most 16" in refusal(words, capsys)
+    write_json(short / "sentence_bert_config.json", {"max_seq_length": 16, "do_lower_case": True})
+    if_cased = AutoTokenizer.from_pretrained(short, do_lower_case=False)
+    if_cased.save_pretrained(short)
+    assert "lowercases texts" in refusal(words, capsys)
+    padded = write_model(tmp_path / "padded")
+    write_json(padded / "config.json", {**json.loads((padded / "config.json").read_text()), "pad_token_id": 3})
+    assert "pads with token" in refusal(words_for(tmp_path, padded, SELECTED, {"pooled": 1.0}), capsys)
     full = {"model_type": "abc_memory", "full_attention_layers": "all"}
     assert "nothing to fit" in said(full, {"attention": 1.0}, lengths=((8, 20, 1),))
     assert "must be 1" in said(
@@ -439,6 +456,23 @@ def test_bad_input_gets_a_line(tmp_path, capsys):
     own = ROOT / "checkpoints" / "abc-mini-en"
     assert "already" in refusal(words_for(tmp_path, own, SELECTED, {"pooled": 1.0}), capsys)
     assert not (tmp_path / "out").exists()
+    short = [json.dumps({"text": f"{first} {second}"}) for first in WORDS for second in WORDS]
+    (tmp_path / "documents.jsonl").write_text("\n".join(short) + "\n")
+    assert "14 tokens to evaluate on" in said(held_out_fraction=0.5)
+
+
+def test_a_teacher_that_reads_less_than_the_shortest_held_out_rows(tmp_path):
+    words = words_for(tmp_path, write_model(tmp_path / "teacher"), SELECTED, {"pooled": 1.0}, teacher_longest=10)
+    assert convert_command.main(words) == 0
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["hidden"] == {}
+
+
+def test_texts_stand_between_the_tokens_that_the_tokenizer_adds(tmp_path):
+    """Not between others that it names."""
+    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path / "teacher"))
+    first, *_, last = tokenizer("").input_ids
+    tokenizer.bos_token = tokenizer.eos_token = tokenizer.mask_token
+    assert read_frame(tokenizer)[:2] == (first, last) and tokenizer.bos_token_id not in (first, last)
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)

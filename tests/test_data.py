@@ -173,6 +173,9 @@ def test_words_start_where_the_vocabulary_marks_them():
     pieces = {"[UNK]": 0, "read": 1, "##s": 2, "##er": 3, "a": 4}
     assert starting(WordPiece(pieces, unk_token="[UNK]")) == {"[UNK]", "read", "a"}
     assert starting(Unigram([("[UNK]", 0.0), ("▁read", -1.0), ("s", -1.0), ("▁a", -1.0)], unk_id=0)) == {"▁read", "▁a"}
+    # Ġ and ▁ may also be letters or signs of a text.
+    odd = {**pieces, "Ġ": 5, "▁": 6, "##Ġ": 7}
+    assert starting(WordPiece(odd, unk_token="[UNK]")) == {"[UNK]", "read", "a", "Ġ", "▁"}
     with pytest.raises(UserError, match="whole_word_masking"):
         starting(WordPiece({"[UNK]": 0, "read": 1}, unk_token="[UNK]"))
     bytes_ = tiny_tokenizer()

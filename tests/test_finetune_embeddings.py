@@ -112,6 +112,29 @@ def test_options_that_cannot_be_used(more, named, encoder, data, tmp_path, capsy
     assert named in capsys.readouterr().err
 
 
+def test_what_a_source_stores_beside_its_transformer(encoder, data, tmp_path, capsys):
+    """A similarity other than the cosine, which training changes, and the transformer's own folder."""
+    from sentence_transformers import SentenceTransformer
+
+    source = SentenceTransformer(str(encoder), similarity_fn_name="dot", device="cpu")
+    source.max_seq_length = 20
+    source.save(str(tmp_path / "source"))
+    modules = json.loads((tmp_path / "source" / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    own = [path for path in (tmp_path / "source").iterdir() if path.is_file()]
+    (tmp_path / "source" / "0_Transformer").mkdir()
+    for path in own:
+        if path.name not in ("modules.json", "config_sentence_transformers.json"):
+            path.rename(path.parent / "0_Transformer" / path.name)
+    write_json(tmp_path / "source" / "modules.json", modules)
+    given = words(tmp_path / "source", data, tmp_path / "out", max_steps=2)
+    assert finetune_embeddings.main(given) == 0
+    assert "cut at 20 tokens" in capsys.readouterr().out
+    assert SentenceTransformer(str(tmp_path / "out"), device="cpu").similarity_fn_name == "cosine"
+    assert finetune_embeddings.main([*given, "--gradient_accumulation_steps", "2"]) == 2
+    assert "gradient_accumulation_steps 1 instead of 2" in capsys.readouterr().err
+
+
 def test_equal_labels_have_no_correlation(encoder, data, tmp_path, capsys):
     rows = [{"sentence1": text, "sentence2": text, "label": 5.0} for text in SENTENCES]
     (data / "stsb" / "validation.parquet").unlink()

@@ -277,6 +277,11 @@ def test_the_kind_of_the_labels_follows_from_their_values(case):
         ([[0.5], [1.5]], [[-1e20]], None, "validation holds -1e\\+20"),
         ([0.0, 1e19], [0.0], (), "train holds 1e"),
         ([[0], [1]], [1], None, "validation holds 1, .*list of labels"),
+        ([[0, 1, 0], [1, 1, 0]], [[1, 0, 0]], None, r"train holds \[0, 1, 0\].*zero or a one"),
+        ([[0, 1], [1, 0]], [[1, 0]], None, r"train holds \[0, 1\].*zero or a one"),
+        ([[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0]], None, "zero or a one"),
+        ([[True, False], [False, True]], [[True, False]], None, "zero or a one"),
+        ([[0, 1], [1]], [[1, 1]], None, r"validation holds \[1, 1\]"),
         ([0, 1], [[1]], None, r"validation holds \[1\], .*one label"),
         (["a", "b", "a "], ["a"], None, "'a' and 'a '"),
         (["caf\u00e9", "cafe\u0301"], ["b"], None, "look alike"),
@@ -287,6 +292,26 @@ def test_the_kind_of_the_labels_follows_from_their_values(case):
 def test_labels_that_do_not_fit_are_refused(train, other, known, value):
     with pytest.raises(UserError, match=value):
         read_labels({"train": rows(train), "validation": rows(other)}, "label", known)
+
+
+@pytest.mark.parametrize("column", [[[0, 1], [1], []], [[0], [1]], [["0", "1"], ["1", "0"]]])
+def test_lists_of_indices_of_two_classes_are_labels(column):
+    labels = read_labels({"train": rows(column)}, "label")
+    assert labels.problem_type == MULTI_LABEL and labels.names == ["0", "1"]
+
+
+def test_a_class_may_be_called_minus_one(luna, tmp_path):
+    texts, labels = topics(24)
+    columns = {"text": texts, "label": [2 * label - 1 for label in labels]}
+    train = write_rows(tmp_path / "train.csv", columns)
+    negative = {
+        name: [value for value, label in zip(values, labels, strict=True) if not label]
+        for name, values in columns.items()
+    }
+    dev = write_rows(tmp_path / "dev.csv", negative)
+    result = run(luna, tmp_path / "out", train_file=train, validation_file=dev, test_file=dev, num_train_epochs=1)
+    scores = result["runs"][0]["scores"]
+    assert scores["validation"]["accuracy"] == scores["test"]["accuracy"]
 
 
 def test_predictions_of_own_numbers_keep_every_digit(tmp_path):

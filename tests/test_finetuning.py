@@ -22,7 +22,7 @@ from hub_stub import HubStub
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tasks import best, classification, files, runs
-from tasks.plan import plan, unique_labels
+from tasks.plan import plan, settings, unique_labels
 from tasks.trainer import FinetuneTrainer, Sealing, find_checkpoint
 from tiny_finetuning import COMMANDS, PLAIN, RECIPES, checkpoint, command, glue_folder, refused, run
 from transformers import TrainerState, TrainingArguments, pipeline
@@ -521,6 +521,15 @@ def test_another_command_may_not_continue_a_run(luna, sst2, uninterrupted, tmp_p
     (folder / "settings.json").write_text(json.dumps({**read(folder, "settings"), "weights": ["0" * 64]}))
     message = refused(capsys, command(luna, folder, **options(sst2)))
     assert "weights of the model" in message and "0" * 64 not in message
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_changed_model_may_not_continue_a_run(name, luna, sst2, uninterrupted, tmp_path):
+    model = shutil.copytree(luna, tmp_path / "model")
+    before = settings(str(model), {}, {}, {})
+    assert before == settings(str(luna), {}, {}, {})
+    (model / name).write_text((model / name).read_text() + "\n")
+    assert before != settings(str(model), {}, {}, {})
 
 
 def test_the_pretrained_checkpoint_is_not_overwritten(sst2, tmp_path, monkeypatch, capsys):

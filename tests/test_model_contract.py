@@ -25,6 +25,7 @@ from helpers import (
     tiny_causal_model,
     tiny_config_for,
     tiny_model,
+    tiny_seq2seq_model,
     variants_of,
 )
 from torch.nn import functional as F
@@ -39,6 +40,8 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from variants import ROWS
+
+from luna_hf import LunaForCausalLM, LunaForQuestionAnswering
 
 families = pytest.mark.parametrize("model_type", FAMILIES)
 
@@ -305,3 +308,28 @@ def test_explicit_positions_segments_and_embeddings(model_type, variant):
     assert moved > 1e-3 if model.get_position_embeddings() else moved == 0
     embeds = model.get_input_embeddings()(ids)
     assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask).logits, default)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_encoder_decoder_refuses_another_cache(model_type, streams):
+    model = tiny_seq2seq_model(model_type, source_is_causal=streams)
+    with refused("`cache` is a DynamicCache", "MemoryCache"):
+        model(random_ids(2, 7), decoder_input_ids=random_ids(2, 3), cache=DynamicCache())
+
+
+def test_a_subclass_keeps_its_loss_whatever_its_name():
+    """Transformers chooses the loss by the name of the class."""
+
+    class Reader(LunaForQuestionAnswering):
+        pass
+
+    class ScoreForSequenceClassification(LunaForCausalLM):
+        pass
+
+    ids, places = random_ids(2, 6), {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([2, 3])}
+    own, causal = tiny_model(kind="span"), tiny_causal_model()
+    for model, kind, labels in ((own, Reader, places), (causal, ScoreForSequenceClassification, {"labels": ids})):
+        derived = kind(model.config).eval()
+        derived.load_state_dict(model.state_dict())
+        assert torch.equal(derived(ids, **labels).loss, model(ids, **labels).loss)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import train_translation
 from data.tokenizer import encode, ending, train_tokenizer
-from helpers import refused
+from helpers import random_ids, refused, tiny_seq2seq_model
 from safetensors.torch import load_file, save_file
 from tiny_training import Killed, dies_at_call, same_weights, start
 from tiny_translation import RECIPES, arguments, pairs, write_parallel
@@ -20,7 +20,7 @@ from translation import run as runs
 from translation import scores
 from translation.pairs import EncodedPairs, Order, Pairs, epoch_batches, joint_tokenizer, read_pairs, updates
 from translation.pairs import encode as encode_texts
-from translation.run import SmoothedLoss, Translation, inverse_square_root
+from translation.run import SmoothedLoss, Translation, inverse_square_root, start_from
 
 from luna_hf import LunaForConditionalGeneration
 from luna_hf.scripting import UserError
@@ -338,6 +338,24 @@ def test_weights_of_another_model_are_refused(changes, named, whole, data, tmp_p
     words = arguments(data, tmp_path / "out", initial_weights=whole[0], **changes)
     assert start(train_translation, words) == 2
     assert named in capsys.readouterr().err
+
+
+def test_separate_embeddings_do_not_start_shared_ones(tmp_path):
+    models = [tiny_seq2seq_model("luna", share_encoder_decoder_embeddings=shared) for shared in (False, True)]
+    separate, shared = models
+    separate.save_pretrained(tmp_path / "separate")
+    shared.save_pretrained(tmp_path / "shared")
+    with pytest.raises(UserError, match="share_encoder_decoder_embeddings` is True, but False in"):
+        start_from(shared, str(tmp_path / "separate"))
+    assert start_from(separate, str(tmp_path / "shared")) == []
+    ids = random_ids(2, 6)
+    assert torch.equal(*(model.eval()(ids, decoder_input_ids=ids).logits for model in models))
+
+
+def test_translations_longer_than_the_positions_are_refused(data, tmp_path, capsys):
+    changes = {"model__position_embedding_type": "learned", "max_new_tokens": 300}
+    assert start(train_translation, arguments(data, tmp_path / "out", **changes)) == 2
+    assert "`max_new_tokens` is 300, but the decoder has" in capsys.readouterr().err
 
 
 def test_a_given_tokenizer(data, tmp_path):

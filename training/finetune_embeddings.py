@@ -57,6 +57,7 @@ from transformers.utils import logging
 from luna_hf.convert.card import KINDS, usage
 from luna_hf.markdown import code, table
 from luna_hf.scripting import UserError, describe_run, locked, portable, run_script, write_json, write_text
+from luna_hf.warm_start.sentence_folder import find_transformer
 
 SCRIPT, RESULT = "training/finetune_embeddings.py", "metrics.json"
 COLUMNS = ("sentence1", "sentence2", "label")
@@ -84,7 +85,7 @@ class EmbeddingArguments:
 
     model_name_or_path: str = option(MISSING, "Encoder: a folder or a name on the Hub (required).")
     dataset_name: str = option("nyu-mll/glue", "Hub name, or a folder with a file for each split.")
-    max_length: int | None = option(None, "Most tokens of a text to embed; by default all that the model takes.")
+    max_length: int | None = option(None, "Most tokens of a text to embed; by default those of the encoder.")
     accept_changed_data: bool = option(False, "Continue a run although its data have changed.")
 
 
@@ -162,16 +163,22 @@ def load(arguments: EmbeddingArguments, training: TrainingArguments) -> Sentence
             schedule cannot be created.
     """
     name = arguments.model_name_or_path
-    model, notes = load_encoder(AutoModel, name)  # finds what is missing
-    load_tokenizer(name, model.config)
+    try:
+        body = str(Path(name, find_transformer(name))) if Path(name).is_dir() else name
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    model, notes = load_encoder(AutoModel, body)  # finds what is missing
+    load_tokenizer(body, model.config)
     training.check_with(model)
     if (arguments.max_length or 0) > (longest := longest_input(model.config)):
         raise UserError(f"--max_length is {arguments.max_length}, but {name} takes at most {longest} tokens.")
     print("\n".join(f"- {note}" for note in notes))
     logging.set_verbosity_error()  # the notes replace the report of unused weights
     encoder = load_sentences(name, model_kwargs={"dtype": torch.float32})
+    encoder.similarity_fn_name = "cosine"  # which the loss trains
     if arguments.max_length:
         encoder.max_seq_length = arguments.max_length
+    print(f"- Texts are cut at {encoder.max_seq_length:,} tokens; the model takes {longest:,}.")
     return encoder
 
 
@@ -208,7 +215,8 @@ def begin(folder: Path, arguments: EmbeddingArguments, training: TrainingArgumen
     """
     values, data = training.to_dict(), {split: data_digest(rows) for split, rows in pairs.items()}
     own = {"model": arguments.model_name_or_path}
-    own |= {name: values[name] for name in ("learning_rate", "per_device_train_batch_size", "seed")}
+    names = ("learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "seed")
+    own |= {name: values[name] for name in names}
     wanted = settings(arguments.model_name_or_path, {**dataclasses.asdict(arguments), **values}, own, data)
     sources = {split: f"{arguments.dataset_name} ({split})" for split in pairs}
     for note in check_settings(folder, wanted, sources, arguments.accept_changed_data):

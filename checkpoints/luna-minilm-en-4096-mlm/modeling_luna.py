@@ -34,6 +34,7 @@ from typing import Any
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors import safe_open
 from torch import Tensor
 from torch import nn
@@ -61,7 +62,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.processing_utils import Unpack
 from transformers.utils import CONFIG_NAME
-from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import TransformersKwargs
 from transformers.utils import cached_file
 from transformers.utils import find_adapter_config_file
@@ -2416,18 +2416,22 @@ def base_of_adapter(
 
     The model gets the adapter's own config. Transformers would take the config from the base, whose head has other
     labels, or look for the base's weights beside the adapter's config. What is no adapter, or has no config or all
-    weights, stays as it is.
+    weights, stays as it is, and so does a model in a subfolder.
 
     Raises:
         ImportError: peft is not installed.
-        ValueError: The class has no head, but the adapter's model had one.
+        OSError: The adapter has no readable weights.
+        ValueError: The class has no head, but the adapter's model had one; or the adapter names no base.
     """
     auto = options.get("adapter_kwargs") or {}  # of the Auto classes, which may have replaced the source
     adapter = auto.get("_adapter_model_path", source)
     place = {name: options[name] for name in _PLACE if options.get(name)}
-    place["revision"] = auto.get("revision")
+    if options.get("subfolder"):  # not the adapter beside it
+        auto = {name: value for name, value in auto.items() if name != "_adapter_model_path"}
+        return adapter, {**options, "adapter_kwargs": auto}, set()
+    place["revision"] = auto.get("revision") or options.get("revision")
     found = None if adapter is None else find_adapter_config_file(adapter, **place)
-    if found is None or os.path.isfile(os.path.join(adapter, SAFE_WEIGHTS_NAME)):
+    if found is None or _has_weights(adapter):
         return source, options, set()
     if cached_file(adapter, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **place) is None:
         return source, options, set()
@@ -2443,7 +2447,13 @@ def base_of_adapter(
     ):
         config = cls.config_class.from_pretrained(adapter, **place, **_overrides(config, place))
     with open(found, encoding="utf-8") as file:
-        base = json.load(file)["base_model_name_or_path"]
+        stored = json.load(file)
+    base = stored.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"{adapter} does not name its base model: save the base, and write its path into "
+            "`base_model_name_or_path` of adapter_config.json."
+        )
     # A collection of folders may be anywhere.
     beside = os.path.join(os.path.dirname(os.path.abspath(adapter)), os.path.basename(base))
     base = beside if os.path.isdir(adapter) and os.path.isdir(beside) and not os.path.isdir(base) else base
@@ -2454,7 +2464,15 @@ def base_of_adapter(
             f"{adapter} is an adapter of a model with a head, which {cls.__name__} lacks: load it with the Auto "
             f"class of its head, or its base, {base}."
         )
-    return base, {**options, "config": config, "adapter_kwargs": {**auto, "_adapter_model_path": adapter}}, tensors
+    auto = {**auto, "_adapter_model_path": adapter, "revision": place["revision"]}
+    return base, {**options, "config": config, "adapter_kwargs": auto, "revision": stored.get("revision")}, tensors
+
+
+def _has_weights(source: str | os.PathLike) -> bool:
+    """Whether a folder holds a whole model, perhaps in shards or as a variant, beside an adapter."""
+    names = os.listdir(source) if os.path.isdir(source) else []
+    kinds = (".safetensors", ".bin", ".index.json")
+    return any(name.startswith(("model.", "pytorch_model.")) and name.endswith(kinds) for name in names)
 
 
 def _overrides(config: PreTrainedConfig, place: dict[str, Any]) -> dict[str, Any]:
@@ -2468,12 +2486,19 @@ def _overrides(config: PreTrainedConfig, place: dict[str, Any]) -> dict[str, Any
 
 
 def adapter_tensors(adapter: str | os.PathLike, place: dict[str, Any]) -> set[str]:
-    """The tensors of an adapter by the names that its model has for them; none without a safetensors file."""
+    """The tensors of an adapter by the names that its model has for them.
+
+    Raises:
+        OSError: There is no such file, or it is damaged.
+    """
     file = cached_file(adapter, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False, **place)
     if file is None:
-        return set()
-    with safe_open(file, "pt") as tensors:
-        return {name.removeprefix("base_model.model.") for name in tensors.keys()}  # noqa: SIM118
+        raise OSError(f"{adapter} has no adapter_model.safetensors. Save the adapter again with PEFT.")
+    try:
+        with safe_open(file, "pt") as tensors:
+            return {name.removeprefix("base_model.model.") for name in tensors.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise OSError(f"{file} is damaged ({error}). Save the adapter again.") from error
 
 
 def refuse_random_head(
@@ -2622,6 +2647,7 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         source, kwargs, adapter = base_of_adapter(cls, pretrained_model_name_or_path, kwargs)
         config = kwargs.get("config")  # which the Auto classes read from the source, too
         is_own = not isinstance(config, PreTrainedConfig) or config.name_or_path == str(source)
+        length, kwargs = cls.length_to_set(source, kwargs)
         verbosity = logging.get_verbosity()
         if source is not pretrained_model_name_or_path:
             logging.set_verbosity_error()  # transformers would call the head new, which the adapter holds
@@ -2641,7 +2667,16 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             model.refuse_random(source, set(info["missing_keys"]), is_own)
         if adapter:
             refuse_random_head(model, source, adapter, kwargs)
+        if length is not None:
+            model.resize_position_embeddings(length)
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def length_to_set(
+        cls, source: str | os.PathLike | None, options: dict[str, Any]
+    ) -> tuple[int | None, dict[str, Any]]:
+        """The longest input to set after loading, if any, and the options of `from_pretrained` for that."""
+        return None, options
 
     def refuse_random(self, source: str | os.PathLike, missing: set[str], is_own: bool) -> None:
         """Refuse a model whose base, or whose head as the checkpoint names it, lacks all weights.
@@ -2952,36 +2987,29 @@ class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
     """Base class of all encoders: adds a position table of any length."""
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *model_args: Any,
-        config: PreTrainedConfig | str | os.PathLike | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Like `PreTrainedModel.from_pretrained`, but resize the positions if `max_position_embeddings` is overridden.
+    def length_to_set(
+        cls, source: str | os.PathLike | None, options: dict[str, Any]
+    ) -> tuple[int | None, dict[str, Any]]:
+        """The `max_position_embeddings` that a user or an adapter wants, if the weights have another.
 
-        Raises:
-            ValueError: The checkpoint has another architecture, or its positions cannot be resized.
+        The model is loaded with that of its weights, and its positions are then resized.
         """
-        source, given = pretrained_model_name_or_path, isinstance(config, PreTrainedConfig)
-        wanted = config.max_position_embeddings if given else kwargs.get("max_position_embeddings")
+        config = options.get("config")
+        given = isinstance(config, PreTrainedConfig)
+        wanted = config.max_position_embeddings if given else options.get("max_position_embeddings")
         stored = {}
         if source is not None and wanted is not None:
-            place = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}  # warned of there
+            place = {name: value for name, value in options.items() if name not in ("trust_remote_code", "config")}
             with contextlib.suppress(OSError):  # a folder of weights alone
                 stored, _ = cls.config_class.get_config_dict(source, **place)
         length = stored.get("max_position_embeddings", wanted)
-        if length != wanted and given:
-            config = copy.deepcopy(config)
-            config.max_position_embeddings = length
-        elif length != wanted:
-            kwargs["max_position_embeddings"] = length
-        loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
-        if length != wanted:
-            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
-            model.resize_position_embeddings(wanted)
-        return loaded
+        if length == wanted:
+            return None, options
+        if not given:
+            return wanted, {**options, "max_position_embeddings": length}
+        config = copy.deepcopy(config)
+        config.max_position_embeddings = length
+        return wanted, {**options, "config": config}
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Accept inputs of up to this number of tokens, in place, and set `config.max_position_embeddings`.
@@ -3670,6 +3698,7 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
     def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.num_labels = 2
+        self.loss_type = "ForQuestionAnswering"  # also of subclasses with another name
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
     @can_return_tuple

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import xxhash
 
+from luna_hf.scripting import TOKENIZER_FILES
+
 _BLOCK = 1 << 16
 _BLOCKS = 256
 
@@ -16,6 +18,13 @@ def fingerprint(paths: Iterable[Path]) -> dict[str, str]:
     milliseconds at any size, and misses a change only if it keeps the size and touches none of these blocks.
     """
     return {str(path): _digest(path) for path in paths}
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model's folder that decide what it computes, also those of sentence-transformers' modules."""
+    names = {"config.json", "modules.json", "sentence_bert_config.json", *TOKENIZER_FILES}
+    found = [*folder.glob("*"), *(path for path in folder.glob("*/*") if not path.parent.name.startswith("checkpoint"))]
+    return sorted(path for path in found if path.name in names or path.suffix in (".safetensors", ".bin"))
 
 
 def changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from converting.objective import Pair
 from converting.texts import Rows
+from luna_hf.scripting import UserError
 
 LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 _LEAST_ROWS = 2
@@ -20,11 +21,17 @@ class HeldOut:
     """Held-out rows by length, with the teacher's embeddings of them, which are computed once."""
 
     def __init__(self, pair: Pair, rows: Rows, tokens: int, longest: int) -> None:
-        """Choose about `tokens` of each length up to `longest`."""
+        """Choose about `tokens` of each length up to `longest`.
+
+        Raises:
+            UserError: There are none of any length.
+        """
         found = {
             length: rows.held_out(length, max(_LEAST_ROWS, tokens // length)) for length in LENGTHS if length <= longest
         }
         self.rows: dict[int, Tensor] = {length: ids for length, ids in found.items() if ids is not None}
+        if not self.rows:
+            raise UserError(f"No held-out document has {LENGTHS[0] - 2} tokens to evaluate on. Name longer documents.")
         self.goals = {
             length: torch.cat([pair.embed(part) for part in _split(ids)]) for length, ids in self.rows.items()
         }
@@ -77,10 +84,10 @@ def plot(log: RunLog, path: Path) -> None:
             left.plot(tokens, distances, color=shade, marker="o", markersize=2, label=f"{int(length):,} tokens")
         left.set_ylabel("1 - cosine to the teacher")
         left.set_yscale("log")
-        longest = list(entries[0]["hidden"])[-1]
-        for layer, errors in enumerate(zip(*(entry["hidden"][longest] for entry in entries), strict=True), 1):
-            middle.plot(tokens, errors, marker="o", markersize=2, label=f"layer {layer}")
-        middle.set_ylabel(f"relative error of the states, {longest} tokens")
+        for longest in list(entries[0]["hidden"])[-1:]:  # none if the teacher reads less than the shortest rows
+            for layer, errors in enumerate(zip(*(entry["hidden"][longest] for entry in entries), strict=True), 1):
+                middle.plot(tokens, errors, marker="o", markersize=2, label=f"layer {layer}")
+            middle.set_ylabel(f"relative error of the states, {longest} tokens")
         for name, style in (("cosine", "-"), ("slots_off", "--"), ("window_off", ":")):
             for color, length in zip(("tab:blue", "tab:red"), list(entries[0].get(name, {}))[-4::3], strict=False):
                 values = [entry[name][length] for entry in entries]

@@ -164,19 +164,26 @@ class Pair:
         """The parts for rows beyond the teacher's reach; rows of different lengths are compared one by one.
 
         The teacher reads each row with windows of one size, which the row's tokens choose: the mean over many rows is
-        that over all sizes, in a fraction of the time.
+        that over all sizes, in a fraction of the time. It reads a row within its reach, which a short document gives,
+        as it is.
         """
         states = self.student.base_model(**student_inputs(batch)).last_hidden_state
         pooled, spans = [], []
         for row, ids, mask in zip(states, batch["input_ids"], batch["attention_mask"], strict=True):
             length = int(mask.sum())
+            own = pool(row[None, :length], mask[None, :length], self.pooling)
+            if length <= self.reach:
+                pooled.append(distance(own, self.embed(ids[None, :length])))
+                continue
             size = self.windows[int(ids[:length].sum()) % len(self.windows)]
             goals, borders = self.embed_windows(ids[None, :length], size)
             mean = F.normalize(goals.mean(1), dim=-1)
-            pooled.append(distance(pool(row[None, :length], mask[None, :length], self.pooling), mean))
-            own = torch.stack([precise(row[start:end]).mean(0) for start, end in borders])
-            spans.append(distance(F.normalize(own, dim=-1), goals[0]).mean())
-        parts = {"pooled": torch.cat(pooled).mean(), "spans": torch.stack(spans).mean()}
+            pooled.append(distance(own, mean))
+            parts = torch.stack([precise(row[start:end]).mean(0) for start, end in borders])
+            spans.append(distance(F.normalize(parts, dim=-1), goals[0]).mean())
+        parts = {"pooled": torch.cat(pooled).mean()}
+        if spans:
+            parts["spans"] = torch.stack(spans).mean()
         return {name: part for name, part in parts.items() if name in wanted} | self.word_losses(
             states, None, batch, wanted
         )

@@ -26,6 +26,8 @@ from converting.recipe import ConvertRecipe, Stage, stage_at
 from converting.texts import Documents, Frame, Rows
 from luna_hf import FAMILIES
 from luna_hf.convert.command import make_plain
+from luna_hf.convert.files import check_tokenizer
+from luna_hf.convert.report import special_tokens
 from luna_hf.scripting import UserError, load_tokenizer
 from luna_hf.warm_start.sentence_folder import SentenceFolder, find_transformer, read_sentence_folder
 from luna_hf.warm_start.source import read_config
@@ -70,7 +72,7 @@ class Conversion(Run):
         """Convert the source, and open documents and, if the recipe names any, sentences."""
         recipe = self.recipe
         self.tokenizer, self.sentences = read_source(recipe)
-        self.frame = Frame(*borders(self.tokenizer), self.tokenizer.pad_token_id)
+        self.frame = read_frame(self.tokenizer)
         self.made = make_pair(recipe, self.sentences, self.frame)
         self.pair = self.made.pair
         make_plain(self.tokenizer, self.pair.student.config.max_position_embeddings)
@@ -111,7 +113,7 @@ class Conversion(Run):
 
     def _open_rows(self) -> tuple[Rows, Rows]:
         """Rows to train on, and held-out ones."""
-        recipe, corpora, tokenizer, last = self.recipe, self.corpora, self.tokenizer, self.frame.last
+        recipe, corpora, tokenizer, last = self.recipe, self.corpora, self.tokenizer, borders(self.tokenizer)[1]
         stores = [open_stores(recipe, corpus, tokenizer, self.accelerator) for corpus in corpora]
         training = [Documents(own, corpus.weights, last) for (own, _), corpus in zip(stores, corpora, strict=True)]
         has_mask = tokenizer.mask_token_id is not None
@@ -211,7 +213,7 @@ def read_source(recipe: ConvertRecipe) -> tuple[PreTrainedTokenizerBase, Sentenc
     """The source's tokenizer, and what sentence-transformers stores beside its transformer, if it is of that library.
 
     Raises:
-        UserError: It has no tokenizer, or a pooling or module that cannot be kept.
+        UserError: It has no tokenizer that fits, or a pooling, module or setting that cannot be kept.
     """
     try:
         sentences, config = read_sentence_folder(recipe.teacher), read_config(recipe.teacher)
@@ -222,7 +224,27 @@ def read_source(recipe: ConvertRecipe) -> tuple[PreTrainedTokenizerBase, Sentenc
     softmax = own and own.warm_start.softmax  # fields of a model of this package that has softmax attention
     if own and not (softmax and all(getattr(config, name) == value for name, value in softmax.items())):
         raise UserError(f"`teacher` {recipe.teacher} is a model of this package already. Name what it was made from.")
-    return load_tokenizer(recipe.teacher, required=True, subfolder=subfolder), sentences
+    tokenizer = load_tokenizer(recipe.teacher, required=True, subfolder=subfolder)
+    check_tokenizer(tokenizer, config, recipe.teacher)
+    if sentences and sentences.lower and tokenizer("A").input_ids != tokenizer("a").input_ids:
+        raise UserError(
+            f"`teacher` {recipe.teacher} lowercases texts before its tokenizer (`do_lower_case`), but training reads "
+            "them as they are. Convert it without training (python -m luna_hf convert)."
+        )
+    return tokenizer, sentences
+
+
+def read_frame(tokenizer: PreTrainedTokenizerBase) -> Frame:
+    """The ids around a text.
+
+    Raises:
+        UserError: The tokenizer puts none or several there, or does not pad.
+    """
+    borders(tokenizer)  # of documents, which may have other ids
+    first, last = special_tokens(tokenizer)
+    if len(first) != 1 or len(last) != 1:
+        raise UserError("The tokenizer must put one token before and one after a text. Use another source.")
+    return Frame(int(first), int(last), tokenizer.pad_token_id)
 
 
 def rate(recipe: ConvertRecipe, stages: list[Stage], is_new: bool) -> Any:

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from luna_hf.scripting import UserError
 
 IGNORED = -100  # label of positions without a target
-# White space as byte-level BPE writes it: space, newline, tab, return.
-_BYTE_SPACES = ("Ġ", "Ċ", "ĉ", "č")
+# How a vocabulary may mark words, and what then begins the tokens that start one, or continue one (##). Byte-level BPE
+# writes white space so: space, newline, tab, return.
+_MARKS = {"Ġ": ("Ġ", "Ċ", "ĉ", "č"), "▁": ("▁",), "##": ("##",)}
 # From the ids of a row and a generator to input ids and labels, int64 [length] each.
 Targets = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, np.ndarray]]
 
@@ -103,15 +104,15 @@ def word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
         UserError: The vocabulary has none of these marks.
     """
     tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))]
-    for mark, starting in (("Ġ", _BYTE_SPACES), ("▁", "▁")):
-        if any(token.startswith(mark) for token in tokens):
-            return np.array([token.startswith(starting) for token in tokens])
-    if any(token.startswith("##") for token in tokens):
-        return np.array([not token.startswith("##") for token in tokens])
-    raise UserError(
-        "`whole_word_masking` needs a vocabulary that marks words (Ġ, ▁ or ##), and the tokenizer's does not. Set it "
-        "to false."
-    )
+    # A mark may also be a token's own letter or sign, such as the Maltese Ġ: that of most tokens counts.
+    counts = {mark: sum(token.startswith(mark) for token in tokens) for mark in _MARKS}
+    mark = max(counts, key=counts.__getitem__)
+    if not counts[mark]:
+        raise UserError(
+            f"`whole_word_masking` needs a vocabulary that marks words ({', '.join(_MARKS)}), and the tokenizer's does "
+            "not. Set it to false."
+        )
+    return np.array([token.startswith(_MARKS[mark]) != (mark == "##") for token in tokens])
 
 
 def collate(

@@ -152,7 +152,8 @@ def drawing(path: Path, panels: int = 1, width: float = 7.0) -> Iterator[list[An
     yield list(grid[0])
     for axes in grid[0]:
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
 

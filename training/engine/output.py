@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from common.fingerprint import changed_files, fingerprint
+from common.fingerprint import changed_files, fingerprint, model_files
 from common.finish import check_end
 from common.seal import sync
 from data.corpus import Corpus
@@ -106,12 +106,8 @@ def fingerprint_inputs(recipe: Recipe, corpus: Corpus) -> dict[str, str]:
     """The content of what a run reads again when it resumes: text, the tokenizer in its folder, and the teacher."""
     folder, names, teacher = Path(recipe.output_dir), [], getattr(recipe, "teacher", "")
     if teacher and Path(teacher).is_dir():
-        names = [*sorted(Path(teacher).glob("*.safetensors")), Path(teacher, "config.json")]
-    return {
-        **corpus.fingerprint(),
-        **fingerprint_tokenizer(folder),
-        **fingerprint(path for path in names if path.is_file()),
-    }
+        names = model_files(Path(teacher))
+    return {**corpus.fingerprint(), **fingerprint_tokenizer(folder), **fingerprint(names)}
 
 
 def fingerprint_tokenizer(folder: Path) -> dict[str, str]:

@@ -163,6 +163,8 @@ class TextClassification(Task):
             require_columns(rows, (*self.spec.columns, *labels), self.sources[split])
             for column in self.spec.columns:
                 require_text(rows, column, self.sources[split])
+        # Missing labels are -1 in GLUE, unless the data have such a class.
+        self.missing = (None, -1) if -1 not in self.train[self.label_column] else (None,)
         used = {split: rows for split, rows in self.splits.items() if split not in self.tests or self._labelled(rows)}
         labelled = {self.sources[split]: rows for split, rows in used.items()}
         self.labels = read_labels(labelled, self.label_column, self.spec.labels)
@@ -200,7 +202,7 @@ class TextClassification(Task):
     def _labelled(self, rows: Dataset) -> bool:
         """Whether a split has labels; GLUE's test splits have -1 in every row."""
         column = self.label_column
-        return column in rows.column_names and not all(label in (None, -1) for label in rows[column])
+        return column in rows.column_names and not all(label in self.missing for label in rows[column])
 
     def _label_note(self) -> str:
         """What the labels were taken for."""

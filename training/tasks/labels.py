@@ -142,6 +142,8 @@ def read_labels(splits: dict[str, Dataset], column: str, names: Sequence[str] | 
     found = {source: _distinct(rows, column, source) for source, rows in splits.items()}
     source, rows = next(iter(splits.items()))
     labels = _labels(found[source], rows, column, source, names)
+    if labels.several and names != ():
+        _refuse_vectors(splits, column)
     for source, values in found.items():
         if odd := [row for row in splits[source][column] if isinstance(row, list) != labels.several]:
             expected = "a list of labels" if labels.several else "one label"
@@ -207,6 +209,25 @@ def _labels(values: set[Any], rows: Dataset, column: str, source: str, names: Se
             "look like classes. For a regression set --regression true; for classes name another --label_column."
         )
     return Labels(classes, several, len(classes.names), by_name=str in kinds or not names)
+
+
+def _refuse_vectors(splits: dict[str, Dataset], column: str) -> None:
+    """Refuse lists with a zero or a one for each class: they would be taken for the classes 0 and 1.
+
+    Raises:
+        UserError: All lists of the training split are such, or one names a class twice.
+    """
+    for place, (source, rows) in enumerate(splits.items()):
+        lists = [row for row in rows[column] if isinstance(row, list)]
+        odd = [row for row in lists if len(set(row)) < len(row) and not any(isinstance(one, float) for one in row)]
+        widths, values = {len(row) for row in lists}, {one for row in lists for one in row}
+        if not odd and place == 0 and len(widths) == 1 and min(widths) > 1 and values <= {0, 1}:
+            odd = lists
+        if odd:
+            raise UserError(
+                f"`{column}` of {source} holds {shorten(repr(odd[0]))}, which looks like a zero or a one for each "
+                "class. Write the labels that apply, such as [0, 2] instead of [1, 0, 1]."
+            )
 
 
 def refuse_codes(rows: Dataset, column: str, source: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.fingerprint import changed_files, fingerprint
+from common.fingerprint import changed_files, fingerprint, model_files
 from common.finish import check_end
 from datasets import Dataset
 
@@ -179,9 +179,9 @@ def run_settings(run: Run, job: Job) -> dict[str, Any]:
 def settings(model: str, options: dict[str, Any], own: dict[str, Any], data: dict[str, str]) -> dict[str, Any]:
     """What a settings file holds: a run's `own` values, its weights and data, and those of the options that matter.
 
-    A retrained checkpoint is not taken for the old one.
+    A checkpoint that was retrained, or whose config or tokenizer changed, is not taken for the old one.
     """
-    weights = fingerprint(sorted(Path(model).glob("*.safetensors"))) if Path(model).is_dir() else {}
+    weights = fingerprint(model_files(Path(model))) if Path(model).is_dir() else {}
     kept = {name: value for name, value in options.items() if name not in _FREE and not name.startswith(_FREE_PREFIXES)}
     return json.loads(json.dumps({**own, "weights": [*weights.values()], **kept, "data": data}, default=str))
 
@@ -206,11 +206,13 @@ def check_settings(
         return []  # a run that diverged has left nothing to lose
     before = read_json(folder / SETTINGS_FILE)
     changed = [
-        "the weights of the model have changed"
+        "the weights of the model, its config or its tokenizer have changed"
         if name == "weights"
         else f"{name} {before.get(name)!r} instead of {value!r}"
         for name, value in wanted.items()
-        if name != "data" and before.get(name) != value
+        if name != "data"
+        and before.get(name) != value
+        and not (name == "weights" and {*before.get(name, ())} <= {*value})  # earlier versions listed fewer files
     ]
     if changed:
         raise UserError(

@@ -35,7 +35,11 @@ def differences(config: PreTrainedConfig, other: PreTrainedConfig) -> list[str]:
     names = model_fields(config.model_type, SEQ2SEQ) & own.keys() - PreTrainedConfig().to_dict().keys()
     names -= (_FREE | _NOT_TAKEN | {"init_std"}) - {"pack_activation", "decoder_layers"}
     found = (name for name in names if "drop" not in name and not name.endswith("_token_id"))
-    return sorted(name for name in found if own[name] != values.get(name))
+    wrong = {name for name in found if own[name] != values.get(name)}
+    shares = "share_encoder_decoder_embeddings"
+    if own.get(shares) and values.get(shares) is False:  # one embedding cannot hold two; the reverse is exact
+        wrong.add(shares)
+    return sorted(wrong)
 
 
 def encoder_config(source: str) -> BoundedMemoryConfig:

@@ -112,6 +112,13 @@ class Translation(Run):
         self.limit = getattr(config, "max_position_embeddings", math.inf)
         if recipe.max_length > self.limit:
             raise UserError(f"`max_length` is {recipe.max_length}, but the model takes at most {self.limit} tokens.")
+        own = isinstance(config, BoundedMemoryConfig)
+        longest = config.decoder_part().longest_input() if own else getattr(config, "max_position_embeddings", None)
+        if longest and recipe.max_new_tokens > longest:
+            raise UserError(
+                f"`max_new_tokens` is {recipe.max_new_tokens}, but the decoder has {longest} positions. Lower it, or "
+                "raise `model.max_position_embeddings`."
+            )
 
     def ended(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         """A tokenizer that ends texts; it begins them as the initial encoder expects, if there is one."""

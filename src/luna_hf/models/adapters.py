@@ -4,15 +4,9 @@ import json
 import os
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import (
-    CONFIG_NAME,
-    SAFE_WEIGHTS_NAME,
-    cached_file,
-    find_adapter_config_file,
-    is_peft_available,
-)
+from transformers.utils import CONFIG_NAME, cached_file, find_adapter_config_file, is_peft_available
 
 _PLACE = ("cache_dir", "local_files_only", "token")
 
@@ -24,18 +18,22 @@ def base_of_adapter(
 
     The model gets the adapter's own config. Transformers would take the config from the base, whose head has other
     labels, or look for the base's weights beside the adapter's config. What is no adapter, or has no config or all
-    weights, stays as it is.
+    weights, stays as it is, and so does a model in a subfolder.
 
     Raises:
         ImportError: peft is not installed.
-        ValueError: The class has no head, but the adapter's model had one.
+        OSError: The adapter has no readable weights.
+        ValueError: The class has no head, but the adapter's model had one; or the adapter names no base.
     """
     auto = options.get("adapter_kwargs") or {}  # of the Auto classes, which may have replaced the source
     adapter = auto.get("_adapter_model_path", source)
     place = {name: options[name] for name in _PLACE if options.get(name)}
-    place["revision"] = auto.get("revision")
+    if options.get("subfolder"):  # not the adapter beside it
+        auto = {name: value for name, value in auto.items() if name != "_adapter_model_path"}
+        return adapter, {**options, "adapter_kwargs": auto}, set()
+    place["revision"] = auto.get("revision") or options.get("revision")
     found = None if adapter is None else find_adapter_config_file(adapter, **place)
-    if found is None or os.path.isfile(os.path.join(adapter, SAFE_WEIGHTS_NAME)):
+    if found is None or _has_weights(adapter):
         return source, options, set()
     if cached_file(adapter, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **place) is None:
         return source, options, set()
@@ -51,7 +49,13 @@ def base_of_adapter(
     ):
         config = cls.config_class.from_pretrained(adapter, **place, **_overrides(config, place))
     with open(found, encoding="utf-8") as file:
-        base = json.load(file)["base_model_name_or_path"]
+        stored = json.load(file)
+    base = stored.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"{adapter} does not name its base model: save the base, and write its path into "
+            "`base_model_name_or_path` of adapter_config.json."
+        )
     # A collection of folders may be anywhere.
     beside = os.path.join(os.path.dirname(os.path.abspath(adapter)), os.path.basename(base))
     base = beside if os.path.isdir(adapter) and os.path.isdir(beside) and not os.path.isdir(base) else base
@@ -62,7 +66,15 @@ def base_of_adapter(
             f"{adapter} is an adapter of a model with a head, which {cls.__name__} lacks: load it with the Auto "
             f"class of its head, or its base, {base}."
         )
-    return base, {**options, "config": config, "adapter_kwargs": {**auto, "_adapter_model_path": adapter}}, tensors
+    auto = {**auto, "_adapter_model_path": adapter, "revision": place["revision"]}
+    return base, {**options, "config": config, "adapter_kwargs": auto, "revision": stored.get("revision")}, tensors
+
+
+def _has_weights(source: str | os.PathLike) -> bool:
+    """Whether a folder holds a whole model, perhaps in shards or as a variant, beside an adapter."""
+    names = os.listdir(source) if os.path.isdir(source) else []
+    kinds = (".safetensors", ".bin", ".index.json")
+    return any(name.startswith(("model.", "pytorch_model.")) and name.endswith(kinds) for name in names)
 
 
 def _overrides(config: PreTrainedConfig, place: dict[str, Any]) -> dict[str, Any]:
@@ -76,12 +88,19 @@ def _overrides(config: PreTrainedConfig, place: dict[str, Any]) -> dict[str, Any
 
 
 def adapter_tensors(adapter: str | os.PathLike, place: dict[str, Any]) -> set[str]:
-    """The tensors of an adapter by the names that its model has for them; none without a safetensors file."""
+    """The tensors of an adapter by the names that its model has for them.
+
+    Raises:
+        OSError: There is no such file, or it is damaged.
+    """
     file = cached_file(adapter, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False, **place)
     if file is None:
-        return set()
-    with safe_open(file, "pt") as tensors:
-        return {name.removeprefix("base_model.model.") for name in tensors.keys()}  # noqa: SIM118
+        raise OSError(f"{adapter} has no adapter_model.safetensors. Save the adapter again with PEFT.")
+    try:
+        with safe_open(file, "pt") as tensors:
+            return {name.removeprefix("base_model.model.") for name in tensors.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise OSError(f"{file} is damaged ({error}). Save the adapter again.") from error
 
 
 def refuse_random_head(

@@ -129,6 +129,7 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
         source, kwargs, adapter = base_of_adapter(cls, pretrained_model_name_or_path, kwargs)
         config = kwargs.get("config")  # which the Auto classes read from the source, too
         is_own = not isinstance(config, PreTrainedConfig) or config.name_or_path == str(source)
+        length, kwargs = cls.length_to_set(source, kwargs)
         verbosity = logging.get_verbosity()
         if source is not pretrained_model_name_or_path:
             logging.set_verbosity_error()  # transformers would call the head new, which the adapter holds
@@ -148,7 +149,16 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             model.refuse_random(source, set(info["missing_keys"]), is_own)
         if adapter:
             refuse_random_head(model, source, adapter, kwargs)
+        if length is not None:
+            model.resize_position_embeddings(length)
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def length_to_set(
+        cls, source: str | os.PathLike | None, options: dict[str, Any]
+    ) -> tuple[int | None, dict[str, Any]]:
+        """The longest input to set after loading, if any, and the options of `from_pretrained` for that."""
+        return None, options
 
     def refuse_random(self, source: str | os.PathLike, missing: set[str], is_own: bool) -> None:
         """Refuse a model whose base, or whose head as the checkpoint names it, lacks all weights.

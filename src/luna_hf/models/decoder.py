@@ -202,6 +202,7 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
     def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_type = "ForCausalLM"  # also of subclasses with another name
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple

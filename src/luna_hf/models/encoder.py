@@ -29,36 +29,29 @@ class EncoderPreTrainedModel(BoundedMemoryPreTrainedModel):
     """Base class of all encoders: adds a position table of any length."""
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *model_args: Any,
-        config: PreTrainedConfig | str | os.PathLike | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Like `PreTrainedModel.from_pretrained`, but resize the positions if `max_position_embeddings` is overridden.
+    def length_to_set(
+        cls, source: str | os.PathLike | None, options: dict[str, Any]
+    ) -> tuple[int | None, dict[str, Any]]:
+        """The `max_position_embeddings` that a user or an adapter wants, if the weights have another.
 
-        Raises:
-            ValueError: The checkpoint has another architecture, or its positions cannot be resized.
+        The model is loaded with that of its weights, and its positions are then resized.
         """
-        source, given = pretrained_model_name_or_path, isinstance(config, PreTrainedConfig)
-        wanted = config.max_position_embeddings if given else kwargs.get("max_position_embeddings")
+        config = options.get("config")
+        given = isinstance(config, PreTrainedConfig)
+        wanted = config.max_position_embeddings if given else options.get("max_position_embeddings")
         stored = {}
         if source is not None and wanted is not None:
-            place = {name: value for name, value in kwargs.items() if name != "trust_remote_code"}  # warned of there
+            place = {name: value for name, value in options.items() if name not in ("trust_remote_code", "config")}
             with contextlib.suppress(OSError):  # a folder of weights alone
                 stored, _ = cls.config_class.get_config_dict(source, **place)
         length = stored.get("max_position_embeddings", wanted)
-        if length != wanted and given:
-            config = copy.deepcopy(config)
-            config.max_position_embeddings = length
-        elif length != wanted:
-            kwargs["max_position_embeddings"] = length
-        loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
-        if length != wanted:
-            model = loaded[0] if isinstance(loaded, tuple) else loaded  # with `output_loading_info`
-            model.resize_position_embeddings(wanted)
-        return loaded
+        if length == wanted:
+            return None, options
+        if not given:
+            return wanted, {**options, "max_position_embeddings": length}
+        config = copy.deepcopy(config)
+        config.max_position_embeddings = length
+        return wanted, {**options, "config": config}
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
         """Accept inputs of up to this number of tokens, in place, and set `config.max_position_embeddings`.

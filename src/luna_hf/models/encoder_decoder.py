@@ -322,7 +322,10 @@ class Seq2SeqModelMixin:
             raise ValueError(
                 "`visible_source` is only for models with `source_is_causal=True`; this one reads its source whole."
             )
-        written = not streams and cache is not None and getattr(cache, "has_source", False)
+        if cache is not None:
+            target = decoder_inputs_embeds if decoder_input_ids is None else decoder_input_ids
+            self.decoder.open_cache(cache, False, len(target))
+        written = not streams and cache is not None and cache.has_source
         self.share_padding()
         encodes = encoder_outputs is None and not written and (input_ids is not None or inputs_embeds is not None)
         if streams or (input_ids is not None and encoder_outputs is not None):  # which take no id for padding

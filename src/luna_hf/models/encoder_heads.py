@@ -415,6 +415,7 @@ class QuestionAnsweringMixin(EncoderHeadMixin):
     def add_head(self, config: BoundedMemoryConfig) -> None:
         """Create the head's modules."""
         self.num_labels = 2
+        self.loss_type = "ForQuestionAnswering"  # also of subclasses with another name
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
     @can_return_tuple

@@ -26,7 +26,11 @@ POOLINGS = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
 _MOST_TOKENS = 10**9
 
 # Settings of the transformer that a conversion keeps, and those that change what it reads.
-_LENGTHS, _CHANGED = ("query_length", "document_length"), ("processing_kwargs", "query_expansion")
+_LENGTHS = ("query_length", "document_length")
+_CHANGED = (
+    *("processing_kwargs", "query_expansion", "processor_kwargs", "model_kwargs", "config_kwargs"),
+    *("tokenizer_args", "model_args", "config_args"),  # their earlier names
+)
 
 SETTINGS, WEIGHTS = "config_sentence_transformers.json", "model.safetensors"
 

@@ -1,0 +1,103 @@
+"""Folders of PEFT adapters, loaded by the model's own classes and by the Auto classes."""
+
+import copy
+import json
+
+import pytest
+import torch
+from helpers import random_ids, refused, tiny_model
+from transformers import AutoModelForSequenceClassification
+
+from luna_hf import LunaForSequenceClassification
+
+peft = pytest.importorskip("peft")
+LOADERS = [LunaForSequenceClassification, AutoModelForSequenceClassification]
+IDS = random_ids(2, 9)
+
+
+@pytest.fixture
+def base(tmp_path):
+    model = tiny_model("luna", "sequence")
+    model.save_pretrained(tmp_path / "base")
+    return model
+
+
+def write_adapter(folder, **options):
+    """An adapter of the base beside the folder, with the config of its model; returns the adapted model."""
+    model = LunaForSequenceClassification.from_pretrained(folder.parent / "base", **options)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False)).eval()
+    adapted.save_pretrained(folder)
+    model.config.save_pretrained(folder)
+    return adapted
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def other(base):
+    """Another model of the same shape."""
+    model = copy.deepcopy(base)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    return model
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_model_in_a_subfolder_is_not_the_adapter_above_it(loader, base, tmp_path):
+    write_adapter(tmp_path / "adapter")
+    merged = other(base)
+    merged.save_pretrained(tmp_path / "adapter" / "merged")
+    config = {} if loader is LunaForSequenceClassification else {"config": merged.config}
+    loaded = loader.from_pretrained(tmp_path / "adapter", subfolder="merged", **config)
+    assert torch.equal(logits(loaded), logits(merged))
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_whole_weights_beside_an_adapter_count(loader, size, base, tmp_path):
+    write_adapter(tmp_path / "adapter")
+    whole = other(base)
+    whole.save_pretrained(tmp_path / "adapter", max_shard_size=size)
+    assert (tmp_path / "adapter" / "model.safetensors.index.json").is_file() == (size == "20KB")
+    expected = logits(peft.PeftModel.from_pretrained(copy.deepcopy(whole), tmp_path / "adapter"))
+    torch.testing.assert_close(logits(loader.from_pretrained(tmp_path / "adapter")), expected)
+
+
+@pytest.mark.parametrize("length", [None, 24, 200])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_an_adapter_of_another_length(loader, length, base, tmp_path):
+    adapted = write_adapter(tmp_path / "adapter", max_position_embeddings=128)
+    loaded = loader.from_pretrained(tmp_path / "adapter", **({"max_position_embeddings": length} if length else {}))
+    assert loaded.config.max_position_embeddings == (length or 128) != base.config.max_position_embeddings
+    torch.testing.assert_close(logits(loaded), logits(adapted))
+
+
+def without_weights(folder):
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def damaged(folder):
+    (folder / "adapter_model.safetensors").write_bytes(b"cut off")
+
+
+def without_base(folder):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": None}))
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(
+    ("spoil", "named", "error"),
+    [
+        (without_weights, "adapter has no adapter_model.safetensors", OSError),
+        (damaged, "adapter_model.safetensors is damaged", OSError),
+        (without_base, "does not name its base model", ValueError),
+    ],
+)
+def test_what_an_adapter_lacks_is_named(loader, spoil, named, error, base, tmp_path):
+    write_adapter(tmp_path / "adapter")
+    spoil(tmp_path / "adapter")
+    with refused(named, error=error):
+        loader.from_pretrained(tmp_path / "adapter")
