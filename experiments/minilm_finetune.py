@@ -182,12 +182,25 @@ def run_all(options: argparse.Namespace) -> None:
             continue
         run.folder.mkdir(parents=True, exist_ok=True)
         with locked(run.folder / ".lock"):
+            begin(run, options)
             progress(f"{run.name} ...")
             result = (masked_lm if run.task == "mlm" else finetune)(run, options, tokenizer)
             head = {name: getattr(run, name) for name in ("task", "contender", "seed")}
             write_json(run.folder / "run.json", {**options.header, **head, **result})
             tidy(run.folder)
             progress(f"{run.name}: {result['scores']}")
+
+
+def begin(run: Run, options: argparse.Namespace) -> None:
+    """Note what a run is trained with, so that no other command continues it.
+
+    Raises:
+        UserError: It was interrupted, and trained with something else.
+    """
+    path, own = run.folder / "settings.json", {name: getattr(options, name) for name in ("rate", "rows", "bf16")}
+    if path.is_file() and (before := read_json(path)) != own:
+        raise UserError(f"{run.folder} holds a run with {before}. Continue it with these options, or remove it.")
+    write_json(path, own)
 
 
 def fresh(run: Run, head: str, fields: dict[str, Any]) -> PreTrainedModel:

@@ -140,5 +140,6 @@ def train(
 
 
 def tidy(folder: Path) -> None:
-    """Remove the checkpoints of a finished run."""
+    """Remove the checkpoints and settings of a finished run, which `run.json` has, too."""
     remove_checkpoints(folder)
+    (folder / "settings.json").unlink(missing_ok=True)

@@ -5,10 +5,13 @@ import json
 
 import pytest
 import torch
+from common.hub import push_folder, reserve_repository
 from helpers import random_ids, refused, tiny_model
+from hub_stub import HubStub
 from transformers import AutoModelForSequenceClassification
 
 from luna_hf import LunaForSequenceClassification
+from luna_hf.scripting import write_json
 
 peft = pytest.importorskip("peft")
 LOADERS = [LunaForSequenceClassification, AutoModelForSequenceClassification]
@@ -71,6 +74,25 @@ def test_an_adapter_of_another_length(loader, length, base, tmp_path):
     adapted = write_adapter(tmp_path / "adapter", max_position_embeddings=128)
     loaded = loader.from_pretrained(tmp_path / "adapter", **({"max_position_embeddings": length} if length else {}))
     assert loaded.config.max_position_embeddings == (length or 128) != base.config.max_position_embeddings
+    torch.testing.assert_close(logits(loaded), logits(adapted))
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_an_adapter_of_the_hub_has_its_own_config(loader, monkeypatch, tmp_path):
+    """Also if its base has the same class; the folder of the cache is that of both."""
+    names, labels = {0: "joy", 1: "fear"}, {0: "spam", 1: "ham"}
+    base = tiny_model("luna", "sequence", id2label=names)
+    base.save_pretrained(tmp_path / "base")
+    adapted = write_adapter(tmp_path / "adapter", id2label=labels)
+    with HubStub() as hub:
+        hub.patch(monkeypatch, tmp_path)
+        push_folder(tmp_path / "base", reserve_repository("tester/base"), "Base")
+        path = tmp_path / "adapter" / "adapter_config.json"
+        write_json(path, {**json.loads(path.read_text()), "base_model_name_or_path": "tester/base"})
+        push_folder(tmp_path / "adapter", reserve_repository("tester/adapter"), "Adapter")
+        loaded = loader.from_pretrained("tester/adapter", cache_dir=tmp_path / "own-cache")
+        assert any((tmp_path / "own-cache").glob("*base*")) and any((tmp_path / "own-cache").glob("*adapter*"))
+    assert loaded.config.id2label == labels
     torch.testing.assert_close(logits(loaded), logits(adapted))
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import socket
+from types import SimpleNamespace
 
 import convert as convert_command
 import numpy as np
@@ -14,6 +15,7 @@ from converting.recipe import Lengths, stage_at
 from converting.run import Conversion, read_frame
 from converting.texts import Documents, Frame, Rows
 from data.token_store import TokenStore
+from engine import output
 from helpers import ROOT
 from processes import run_pair
 from safetensors.torch import load_file
@@ -24,7 +26,7 @@ from torch.nn import functional as F
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM
 
 from luna_hf import AbcForMaskedLM, AbcModel, LunaForMaskedLM
-from luna_hf.scripting import write_json
+from luna_hf.scripting import UserError, write_json
 from luna_hf.warm_start import warm_start
 
 FRAME = Frame(2, 3, 0)
@@ -419,6 +421,18 @@ def refusal(words, capsys):
     assert convert_command.main(words) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     return line
+
+
+def test_files_of_the_teacher_that_an_earlier_version_did_not_note(tmp_path, monkeypatch):
+    teacher = str(write_model(tmp_path / "teacher"))
+    recipe = SimpleNamespace(teacher=teacher, accept_changed_data=False)
+    before = {f"{teacher}/config.json": "a", "text": "b"}
+    monkeypatch.setattr(output, "read_state", lambda path: (None, {"inputs": before}))
+    added = {**before, f"{teacher}/tokenizer.json": "c"}
+    assert output.changed_inputs(recipe, tmp_path, added) == []
+    for changed in ({**added, f"{teacher}/config.json": "d"}, {**added, "more text": "d"}):
+        with pytest.raises(UserError, match="Data have changed"):
+            output.changed_inputs(recipe, tmp_path, changed)
 
 
 def test_bad_input_gets_a_line(tmp_path, capsys):

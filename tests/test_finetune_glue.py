@@ -294,10 +294,15 @@ def test_labels_that_do_not_fit_are_refused(train, other, known, value):
         read_labels({"train": rows(train), "validation": rows(other)}, "label", known)
 
 
-@pytest.mark.parametrize("column", [[[0, 1], [1], []], [[0], [1]], [["0", "1"], ["1", "0"]]])
-def test_lists_of_indices_of_two_classes_are_labels(column):
+@pytest.mark.parametrize("column", [[[0, 1], [1], []], [[0], [1]], [["0", "1"], ["1", "0"]], [["a", "a"], ["b"]]])
+def test_lists_that_are_no_vectors_are_labels(column):
     labels = read_labels({"train": rows(column)}, "label")
-    assert labels.problem_type == MULTI_LABEL and labels.names == ["0", "1"]
+    assert labels.problem_type == MULTI_LABEL and labels.names in (["0", "1"], ["a", "b"])
+
+
+def test_targets_of_a_regression_may_be_zeros():
+    labels = read_labels({"train": rows([[0.5, 1.0]]), "validation": rows([[0.0, 0.0]])}, "label")
+    assert labels.problem_type == REGRESSION
 
 
 def test_a_class_may_be_called_minus_one(luna, tmp_path):

@@ -22,7 +22,7 @@ from hub_stub import HubStub
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tasks import best, classification, files, runs
-from tasks.plan import plan, settings, unique_labels
+from tasks.plan import check_settings, plan, settings, unique_labels
 from tasks.trainer import FinetuneTrainer, Sealing, find_checkpoint
 from tiny_finetuning import COMMANDS, PLAIN, RECIPES, checkpoint, command, glue_folder, refused, run
 from transformers import TrainerState, TrainingArguments, pipeline
@@ -252,7 +252,8 @@ def test_links_that_lead_out_of_the_output_folder_are_refused(luna, sst2, tmp_pa
 def test_an_adapter_is_refused_before_it_is_trained(luna, sst2, tmp_path, capsys, monkeypatch):
     adapter, message = shutil.copytree(luna, tmp_path / "adapter"), "adapter, which this command cannot train: merge it"
     write_json(adapter / "adapter_config.json", {"peft_type": "LORA"})
-    load_config(str(adapter))  # a whole model, beside which an adapter lies
+    with pytest.raises(UserError, match=message):  # beside a whole model, which Transformers would freeze
+        load_config(str(adapter))
     (adapter / "model.safetensors").unlink()
     assert message in refused(capsys, command(adapter, tmp_path / "out", **options(sst2)))
     with HubStub() as stub:
@@ -530,6 +531,24 @@ def test_a_changed_model_may_not_continue_a_run(name, luna, sst2, uninterrupted,
     assert before == settings(str(luna), {}, {}, {})
     (model / name).write_text((model / name).read_text() + "\n")
     assert before != settings(str(model), {}, {}, {})
+
+
+def test_runs_of_earlier_versions_continue(uninterrupted, tmp_path):
+    """They stored fewer settings, and hashes of fewer files."""
+    folder = shutil.copytree(uninterrupted, tmp_path / "out")
+    stored = read(folder, "settings")
+    wanted = {**stored, "new": 1}
+    write_json(folder / "settings.json", {**stored, "weights": stored["weights"][:1]})
+    assert check_settings(folder, wanted, {}, False) == []
+    with pytest.raises(UserError, match="weights of the model"):
+        check_settings(folder, {**wanted, "weights": stored["weights"][1:]}, {}, False)
+
+
+def test_the_seed_that_draws_rows_may_not_change(luna, sst2, tmp_path, capsys):
+    drawn = {"max_train_samples": 20, "seeds": "1", "num_train_epochs": 1}
+    words = command(luna, tmp_path / "out", **{**options(sst2), **drawn})
+    assert finetune_glue.main(words) == 0
+    assert "drawn_with" in refused(capsys, [*words, "--seed", "3"])
 
 
 def test_the_pretrained_checkpoint_is_not_overwritten(sst2, tmp_path, monkeypatch, capsys):

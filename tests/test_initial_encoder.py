@@ -8,12 +8,15 @@ import pytest
 import torch
 import train_translation
 from helpers import FAMILIES, ROOT, slots_of
+from safetensors.torch import load_file, save_file
 from test_convert_command import WORDS, write_model
 from tiny_training import Killed, dies_at_call, same_weights, start
 from tiny_translation import RECIPES, SETTINGS
 from transformers import AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer, BertForMaskedLM
-from translation.encoder import complete_section, encoder_config, seq2seq_config, with_ends
+from translation.encoder import complete_section, encoder_config, encoder_weights, seq2seq_config, with_ends
 from translation.run import Translation
+
+from luna_hf.scripting import UserError
 
 MINILM = next(path for path in RECIPES if path.stem == "summarize_minilm")
 WINDOW = {"local_window": 8, "num_selected_tokens": 4, "num_selection_queries": 2, "softmax_length": 16}
@@ -161,6 +164,16 @@ def test_other_sources_are_refused(data, encoders, tmp_path, capsys):
     for encoder, named in ((encoders / "source", "convert it first"), (tmp_path / "means", "`memory_control`")):
         assert start(train_translation, words(data, tmp_path / "out", encoder, max_length=40)) == 2
         assert named in capsys.readouterr().err
+
+
+def test_an_encoder_without_all_weights_is_refused(encoders, tmp_path):
+    folder = shutil.copytree(encoders / "luna", tmp_path / "cut")
+    weights = load_file(folder / "model.safetensors")
+    gone = next(name for name in weights if ".layer" in name)
+    kept = {name: weight for name, weight in weights.items() if name != gone}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"lacks 1 weights of the encoder.*{gone}"):
+        encoder_weights(str(folder), {"max_position_embeddings": LENGTH})
 
 
 def test_the_recipe_fits_the_shipped_encoder():

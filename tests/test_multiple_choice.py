@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import finetune_csqa
 import finetune_race
@@ -254,6 +255,13 @@ def data(tmp_path_factory):
     for seed, (split, count) in enumerate((("train", 24), ("validation", 20), ("test", 11))):
         write_split(folder / "csqa" / f"{split}.parquet", csqa_rows(count, seed, answers=split != "test"))
     return {"race": folder / "race", "csqa": folder / "csqa"}
+
+
+def test_a_split_of_one_level_is_refused(data, tmp_path):
+    folder = shutil.copytree(data["race"], tmp_path / "race")
+    (folder / "middle" / "test.parquet").unlink()
+    with pytest.raises(UserError, match="has the split test for one level only"):
+        RaceTask(RaceArguments(["m"], dataset_name=str(folder), dataset_config="all"))
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,13 @@ def test_the_script_writes_figures_table_and_plot(folders, text, tmp_path, capsy
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 5000
 
 
+def test_all_models_are_looked_for_before_the_first_is_evaluated(folders, text, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate_perplexity, "evaluate", lambda *_: pytest.fail("evaluated"))
+    words = [str(folders["luna"]), "other=nowhere", "--data", str(text), "--lengths", "16", "--tokens", "64"]
+    assert evaluate_perplexity.main(words) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_a_short_text_is_scored_as_far_as_it_goes(folders, text, tmp_path, capsys):
     options = ["--lengths", "64", "--tokens", "100000", "--part", "16", "--rows", "32", "--output", str(tmp_path)]
     with locked(tmp_path / ".lock"):

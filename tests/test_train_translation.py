@@ -18,7 +18,7 @@ from tiny_translation import RECIPES, arguments, pairs, write_parallel
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BertTokenizer
 from translation import run as runs
 from translation import scores
-from translation.pairs import EncodedPairs, Order, Pairs, epoch_batches, joint_tokenizer, read_pairs, updates
+from translation.pairs import EncodedPairs, Order, Pairs, _columns, epoch_batches, joint_tokenizer, read_pairs, updates
 from translation.pairs import encode as encode_texts
 from translation.run import SmoothedLoss, Translation, inverse_square_root, start_from
 
@@ -350,6 +350,31 @@ def test_separate_embeddings_do_not_start_shared_ones(tmp_path):
     assert start_from(separate, str(tmp_path / "shared")) == []
     ids = random_ids(2, 6)
     assert torch.equal(*(model.eval()(ids, decoder_input_ids=ids).logits for model in models))
+
+
+def test_incomplete_weights_and_adapters_are_refused(tmp_path):
+    model = tiny_seq2seq_model("luna")
+    model.save_pretrained(tmp_path / "cut")
+    weights = load_file(tmp_path / "cut" / "model.safetensors")
+    gone = next(name for name in weights if "decoder" in name)
+    save_file(
+        {name: weight for name, weight in weights.items() if name != gone},
+        tmp_path / "cut" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(UserError, match=f"has no finite {gone}"):
+        start_from(tiny_seq2seq_model("luna", seed=1), str(tmp_path / "cut"))
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_2_SEQ_LM"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    model.config.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(UserError, match="is an adapter"):
+        start_from(tiny_seq2seq_model("luna", seed=1), str(tmp_path / "adapter"))
+
+
+def test_named_columns_beside_a_translation():
+    table = datasets.Dataset.from_dict({"de": ["ein Haus"], "en": ["a house"], "translation": ["by hand"]})
+    assert _columns(table, ("de", "en"), "table") == [["ein Haus"], ["a house"]]
 
 
 def test_translations_longer_than_the_positions_are_refused(data, tmp_path, capsys):

@@ -21,6 +21,7 @@ from typing import Any
 
 from common.finish import check_end
 from common.machine import machine
+from common.models import CAUSAL, load_config, load_tokenizer
 from common.options import parse
 from engine.card import drawing
 from engine.perplexity import Settings, evaluate
@@ -35,11 +36,13 @@ def run(settings: Settings, command: str) -> dict[str, Any]:
     Raises:
         UserError: See `perplexity.evaluate`.
     """
-    models = []
-    for word in settings.models:
-        label, equals, folder = word.partition("=")
-        figures = evaluate(folder if equals else word, settings)
-        models.append({**figures, "model": label if equals else figures["model"]})
+    models, parts = [], [word.partition("=") for word in settings.models]
+    named = [(label if equals else "", folder if equals else label) for label, equals, folder in parts]
+    for _, folder in named:  # what is missing is found before the first is evaluated
+        load_tokenizer(folder, load_config(folder, kind=CAUSAL), padded=False)
+    for label, folder in named:
+        figures = evaluate(folder, settings)
+        models.append({**figures, "model": label or figures["model"]})
         print(report(models[-1:], settings), flush=True)
     result = {
         "command": command,

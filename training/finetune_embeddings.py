@@ -176,8 +176,7 @@ def load(arguments: EmbeddingArguments, training: TrainingArguments) -> Sentence
     logging.set_verbosity_error()  # the notes replace the report of unused weights
     encoder = load_sentences(name, model_kwargs={"dtype": torch.float32})
     encoder.similarity_fn_name = "cosine"  # which the loss trains
-    if arguments.max_length:
-        encoder.max_seq_length = arguments.max_length
+    encoder.max_seq_length = min(arguments.max_length or encoder.max_seq_length or longest, longest)
     print(f"- Texts are cut at {encoder.max_seq_length:,} tokens; the model takes {longest:,}.")
     return encoder
 

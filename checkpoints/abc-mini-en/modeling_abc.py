@@ -2442,6 +2442,10 @@ class TokenEmbeddings(nn.Module):
 _PLACE = ("cache_dir", "local_files_only", "token")
 
 
+# Options that a config's `from_pretrained` uses up, but the weights need, too.
+_SHARED = (*_PLACE, "force_download", "proxies", "trust_remote_code")
+
+
 def base_of_adapter(
     cls: type[PreTrainedModel], source: str | os.PathLike | None, options: dict[str, Any]
 ) -> tuple[str | os.PathLike | None, dict[str, Any], set[str]]:
@@ -2472,13 +2476,13 @@ def base_of_adapter(
         raise ImportError(f"{adapter} is an adapter, which needs the package peft: `pip install peft`.")
     config = options.get("config")
     if config is None:
-        config, options = cls.config_class.from_pretrained(adapter, return_unused_kwargs=True, **options)
-    elif (
-        isinstance(config, PreTrainedConfig)
-        and config.name_or_path
-        and cls.__name__ not in (config.architectures or ())
-    ):
-        config = cls.config_class.from_pretrained(adapter, **place, **_overrides(config, place))
+        shared = {name: options[name] for name in _SHARED if name in options}
+        wanted = {**options, "revision": place["revision"]}
+        config, options = cls.config_class.from_pretrained(adapter, return_unused_kwargs=True, **wanted)
+        options |= shared
+    elif isinstance(config, PreTrainedConfig) and _is_of_base(config, cls, source, adapter):
+        changes = _overrides(config, {**place, "revision": options.get("revision")})
+        config = cls.config_class.from_pretrained(adapter, **place, **changes)
     with open(found, encoding="utf-8") as file:
         stored = json.load(file)
     base = stored.get("base_model_name_or_path")
@@ -2508,9 +2512,17 @@ def _has_weights(source: str | os.PathLike) -> bool:
     return any(name.startswith(("model.", "pytorch_model.")) and name.endswith(kinds) for name in names)
 
 
+def _is_of_base(
+    config: PreTrainedConfig, cls: type[PreTrainedModel], source: str | os.PathLike, adapter: str | os.PathLike
+) -> bool:
+    """Whether a config was read from an adapter's base: by a user, or by an Auto class, which put it for the source."""
+    is_replaced = config.name_or_path == str(source) != str(adapter)
+    return bool(config.name_or_path) and (is_replaced or cls.__name__ not in (config.architectures or ()))
+
+
 def _overrides(config: PreTrainedConfig, place: dict[str, Any]) -> dict[str, Any]:
     """What a user has changed in a base's config, with Transformers' names of options."""
-    base = type(config).from_pretrained(config.name_or_path, **{**place, "revision": None})
+    base = type(config).from_pretrained(config.name_or_path, **place)
     stock = base.to_dict()
     changed = {name: value for name, value in config.to_dict().items() if value != stock.get(name)}
     if (attention := config._attn_implementation) != base._attn_implementation:
@@ -2548,7 +2560,7 @@ def refuse_random_head(
         ValueError: Such a head.
     """
     name, start = type(model).__name__, f"{model.base_model_prefix}."
-    place = {key: options[key] for key in _PLACE if options.get(key)}
+    place = {key: options[key] for key in (*_PLACE, "revision") if options.get(key)}
     config = model.config_class.get_config_dict(base, **place)[0]
     if model.base_model is model or name in (config.get("architectures") or ()):
         return

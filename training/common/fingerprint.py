@@ -6,6 +6,7 @@ from pathlib import Path
 import xxhash
 
 from luna_hf.scripting import TOKENIZER_FILES
+from luna_hf.warm_start.sentence_folder import SETTINGS, TRANSFORMER_CONFIGS
 
 _BLOCK = 1 << 16
 _BLOCKS = 256
@@ -22,9 +23,9 @@ def fingerprint(paths: Iterable[Path]) -> dict[str, str]:
 
 def model_files(folder: Path) -> list[Path]:
     """The files of a model's folder that decide what it computes, also those of sentence-transformers' modules."""
-    names = {"config.json", "modules.json", "sentence_bert_config.json", *TOKENIZER_FILES}
+    names = {"config.json", "modules.json", "added_tokens.json", SETTINGS, *TRANSFORMER_CONFIGS, *TOKENIZER_FILES}
     found = [*folder.glob("*"), *(path for path in folder.glob("*/*") if not path.parent.name.startswith("checkpoint"))]
-    return sorted(path for path in found if path.name in names or path.suffix in (".safetensors", ".bin"))
+    return sorted(path for path in found if path.name in names or path.suffix in (".safetensors", ".bin", ".model"))
 
 
 def changed_files(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     RobertaConfig,
 )
-from transformers.utils import SAFE_WEIGHTS_NAME, find_adapter_config_file, logging
+from transformers.utils import find_adapter_config_file, logging
 
 from common.options import did_you_mean
 from luna_hf import FAMILIES, scripting
@@ -311,6 +311,19 @@ def override(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
             raise UserError(str(error)) from error
 
 
+def refuse_adapter(name_or_path: str) -> None:
+    """Refuse an adapter, also one beside whole weights: its model would be frozen.
+
+    Raises:
+        UserError: It is one.
+    """
+    if find_adapter_config_file(name_or_path) is not None:
+        raise UserError(
+            f"{name_or_path} is an adapter, which this command cannot train: merge it into its base (docs/adapters.md) "
+            "and name the merged folder."
+        )
+
+
 def load_config(name_or_path: str, kind: ModelKind = MASKED) -> PreTrainedConfig:
     """The config of an encoder with a masked-LM head, or of a causal model.
 
@@ -320,11 +333,7 @@ def load_config(name_or_path: str, kind: ModelKind = MASKED) -> PreTrainedConfig
     folder = Path(name_or_path)
     if not folder.exists():
         require_hub_name(name_or_path)
-    if find_adapter_config_file(name_or_path) is not None and not (folder / SAFE_WEIGHTS_NAME).is_file():
-        raise UserError(
-            f"{name_or_path} is an adapter, which this command cannot train: merge it into its base (docs/adapters.md) "
-            "and name the merged folder."
-        )
+    refuse_adapter(name_or_path)
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{name_or_path} is not a checkpoint: it has no config.json.")
     try:
@@ -384,10 +393,10 @@ def load_tokenizer(
 
 def _loading_notes(model: PreTrainedModel, info: dict[str, Any], name_or_path: str) -> list[str]:
     """Notes on new and unused weights; raises `UserError` if the body lacks some, or has them in other shapes."""
-    prefix = model.base_model_prefix + "."
+    prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
     mismatched = sorted(key for key, *_ in info["mismatched_keys"])
     new = sorted({*info["missing_keys"], *mismatched})
-    body = [key for key in new if key.startswith(prefix) and ".pooler." not in key]
+    body = [key for key in new if key.startswith(prefix) and ".pooler." not in f".{key}"]
     if body:
         what = "decoder" if model.can_generate() else "encoder"
         raise UserError(

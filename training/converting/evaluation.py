@@ -31,7 +31,11 @@ class HeldOut:
         }
         self.rows: dict[int, Tensor] = {length: ids for length, ids in found.items() if ids is not None}
         if not self.rows:
-            raise UserError(f"No held-out document has {LENGTHS[0] - 2} tokens to evaluate on. Name longer documents.")
+            raise UserError(
+                f"Rows of {LENGTHS[0]} tokens are the shortest that are evaluated. Raise `lengths`."
+                if longest < LENGTHS[0]
+                else f"No held-out document has {LENGTHS[0] - 2} tokens to evaluate on. Name longer documents."
+            )
         self.goals = {
             length: torch.cat([pair.embed(part) for part in _split(ids)]) for length, ids in self.rows.items()
         }

@@ -103,11 +103,21 @@ def find_checkpoint(recipe: Recipe, log: Callable[[str], None]) -> Path | None:
 
 
 def fingerprint_inputs(recipe: Recipe, corpus: Corpus) -> dict[str, str]:
-    """The content of what a run reads again when it resumes: text, the tokenizer in its folder, and the teacher."""
-    folder, names, teacher = Path(recipe.output_dir), [], getattr(recipe, "teacher", "")
+    """The content of what a run reads again when it resumes: text, the tokenizer in its folder, the teacher, and the
+    config of the model that it starts from.
+    """
+    folder, names = Path(recipe.output_dir), []
+    teacher, start = _models(recipe)
     if teacher and Path(teacher).is_dir():
         names = model_files(Path(teacher))
+    if start and Path(start, "config.json").is_file():
+        names = [Path(start, "config.json")]
     return {**corpus.fingerprint(), **fingerprint_tokenizer(folder), **fingerprint(names)}
+
+
+def _models(recipe: Recipe) -> tuple[str, str]:
+    """The teacher of a run and the model that it starts from, as far as it has them."""
+    return getattr(recipe, "teacher", "") or "", getattr(recipe, "model_name_or_path", "") or ""
 
 
 def fingerprint_tokenizer(folder: Path) -> dict[str, str]:
@@ -122,7 +132,13 @@ def changed_inputs(recipe: Recipe, found: Path, inputs: dict[str, str]) -> list[
     Raises:
         UserError: It does not.
     """
-    changed = changed_files(read_state(found)[1].get("inputs", {}), inputs)
+    before = read_state(found)[1].get("inputs", {})
+    folders = [Path(name) for name in _models(recipe) if name]
+    changed = [
+        path
+        for path in changed_files(before, inputs)  # earlier versions stored fewer files of models
+        if path in before or not any(Path(path).is_relative_to(folder) for folder in folders)
+    ]
     if changed and not recipe.accept_changed_data:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(

@@ -292,7 +292,12 @@ inputs = tokenizer(texts, [passage] * len(texts), truncation="only_second", padd
         """The splits of one level, or of both (`all`); a local folder has a subfolder for each."""
         load, is_local = super().load, any((Path(name) / level).is_dir() for level in LEVELS)
         parts = [load(name, level) for level in (LEVELS if is_local and config == "all" else (config,))]
-        return {split: concatenate_datasets([part[split] for part in parts if split in part]) for split in parts[0]}
+        found = [*map(set, parts)]
+        if lacking := sorted(set.union(*found) - set.intersection(*found)):
+            raise UserError(
+                f"{name} has the split {lacking[0]} for one level only. Add it for the other, or name a level."
+            )
+        return {split: concatenate_datasets([part[split] for part in parts]) for split in parts[0]}
 
     def question_length(self, tokenizer: PreTrainedTokenizerBase, max_length: int) -> int:
         """`--max_question_length`, or 128, but at most half of the room; 0 if the passage has none."""

@@ -173,6 +173,8 @@ def run_settings(run: Run, job: Job) -> dict[str, Any]:
     """Everything that decides what a run computes."""
     options = {**dataclasses.asdict(job.arguments), **job.training.to_dict()}
     own = {name: value for name, value in dataclasses.asdict(run).items() if name not in ("label", "folder")}
+    if job.arguments.max_train_samples or job.arguments.max_eval_samples:
+        own["drawn_with"] = job.training.seed
     return settings(run.model, options, own, job.task.digests)
 
 
@@ -211,8 +213,8 @@ def check_settings(
         else f"{name} {before.get(name)!r} instead of {value!r}"
         for name, value in wanted.items()
         if name != "data"
-        and before.get(name) != value
-        and not (name == "weights" and {*before.get(name, ())} <= {*value})  # earlier versions listed fewer files
+        and before.get(name, value) != value  # earlier versions stored fewer settings, and hashes of fewer files
+        and not (name == "weights" and {*before[name]} <= {*value})
     ]
     if changed:
         raise UserError(

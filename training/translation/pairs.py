@@ -123,7 +123,7 @@ def _hub_table(name: str, split: str, languages: tuple[str, str]) -> datasets.Da
 
 def _columns(table: datasets.Dataset, languages: tuple[str, str], name: str) -> list[list[str | None]]:
     columns = {name: table[name] for name in table.column_names}
-    if "translation" in columns:
+    if "translation" in columns and not columns.keys() >= {*languages}:
         rows = [row or {} for row in columns["translation"]]
         if odd := [row for row in rows if not isinstance(row, dict)]:
             raise UserError(f"`translation` of {name} holds {shorten(repr(odd[0]))} instead of a text per language.")

@@ -11,7 +11,7 @@ from accelerate.utils import set_seed
 from common.extra import require
 from common.fingerprint import fingerprint
 from common.machine import plural
-from common.models import DAMAGED, SEQ2SEQ, load_tokenizer, make_config, sketch
+from common.models import DAMAGED, SEQ2SEQ, load_tokenizer, make_config, refuse_adapter, sketch
 from data.tokenizer import ending
 from datasets import disable_progress_bars
 from engine.checkpoint import intact_until
@@ -178,7 +178,7 @@ class Translation(Run):
             model.base_model.encoder.load_state_dict(self.encoder_weights)
         if recipe.initial_encoder:
             self.notes.append(new_parts(model, recipe.initial_encoder))
-        if recipe.initial_weights:
+        if recipe.initial_weights and not self.found:
             self.notes += start_from(model, recipe.initial_weights)
         self.training, self.parameters = training, model.num_parameters()
         self.ends = tokenizer.pad_token_id, model.config.decoder_start_token_id
@@ -289,10 +289,12 @@ def start_from(model: PreTrainedModel, source: str) -> list[str]:
     """Load the weights of another encoder-decoder, and return what the two do not share.
 
     Raises:
-        UserError: It cannot be loaded, is of another type, or has another shape or another value of a field.
+        UserError: It cannot be loaded, is an adapter or of another type, has another shape or another value of a field,
+            or lacks weights.
     """
+    refuse_adapter(source)
     try:
-        loaded = AutoModelForSeq2SeqLM.from_pretrained(source, dtype=torch.float32)
+        loaded, info = AutoModelForSeq2SeqLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
     except DAMAGED as error:
         raise UserError(f"The model cannot start from {source} ({reason(error)}).") from error
     own, other = model.config, loaded.config
@@ -302,6 +304,10 @@ def start_from(model: PreTrainedModel, source: str) -> list[str]:
             f"`model.{name}` is {getattr(own, name)!r}, but {getattr(other, name, None)!r} in {source}, the "
             "`initial_weights`: give it that value."
         )
+    lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    lacking |= {name for name, weight in loaded.named_parameters() if not weight.isfinite().all()}
+    if lacking:
+        raise UserError(f"{source}, the `initial_weights`, has no finite {min(lacking)}. Save the whole model again.")
     try:
         missing, unused = model.load_state_dict(loaded.state_dict(), strict=False)
     except DAMAGED as error:

@@ -324,7 +324,7 @@ class Seq2SeqModelMixin:
             )
         if cache is not None:
             target = decoder_inputs_embeds if decoder_input_ids is None else decoder_input_ids
-            self.decoder.open_cache(cache, False, len(target))
+            self.decoder.open_cache(cache, False, target.shape[0])
         written = not streams and cache is not None and cache.has_source
         self.share_padding()
         encodes = encoder_outputs is None and not written and (input_ids is not None or inputs_embeds is not None)
