@@ -435,6 +435,15 @@ def test_files_of_the_teacher_that_an_earlier_version_did_not_note(tmp_path, mon
             output.changed_inputs(recipe, tmp_path, changed)
 
 
+def test_the_config_of_a_model_that_training_starts_from_is_an_input(tmp_path):
+    start = write_model(tmp_path / "start")
+    recipe = SimpleNamespace(model_name_or_path=str(start), output_dir=str(tmp_path / "out"))
+    before = output.fingerprint_inputs(recipe, SimpleNamespace(fingerprint=dict))
+    assert list(before) == [str(start / "config.json")]
+    (start / "config.json").write_text((start / "config.json").read_text() + " ")
+    assert output.fingerprint_inputs(recipe, SimpleNamespace(fingerprint=dict)) != before
+
+
 def test_bad_input_gets_a_line(tmp_path, capsys):
     teacher = write_model(tmp_path / "teacher")
 

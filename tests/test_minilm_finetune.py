@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import statistics
+import sys
 from pathlib import Path
 
 import build
@@ -255,6 +256,19 @@ def test_a_task_starts_from_the_finished_run_of_another(source, tokenizer, conve
     saved = load_file(folder / "adapter_model.safetensors")
     torch.testing.assert_close(get_peft_model_state_dict(adapted), saved)
     assert any("qa_outputs" in name for name in saved)
+
+
+def test_an_interrupted_run_is_not_continued_with_other_options(source, conversion, tmp_path, capsys, monkeypatch):
+    write_tasks(tmp_path / "data")
+    words = ["--contenders", "tiny", "--tasks", "sst2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(minilm_finetune, "finetune", lambda *_: sys.exit(1))
+        with pytest.raises(SystemExit):
+            run(source, conversion, tmp_path, *words, "--rows", 4)
+    assert run(source, conversion, tmp_path, *words) == 2
+    assert "'rows': 4" in capsys.readouterr().err
+    assert run(source, conversion, tmp_path, *words, "--rows", 4) == 0
+    assert not [*tmp_path.glob("runs/*/*/*/settings.json")]
 
 
 # ---- adapters ----

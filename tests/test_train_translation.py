@@ -352,6 +352,15 @@ def test_separate_embeddings_do_not_start_shared_ones(tmp_path):
     assert torch.equal(*(model.eval()(ids, decoder_input_ids=ids).logits for model in models))
 
 
+def test_a_resumed_run_does_not_load_its_first_weights_again(whole, data, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        dies_at_call(patch, Translation, "save", 1)
+        with pytest.raises(Killed):
+            run(data, tmp_path / "out", initial_weights=whole[0])
+    monkeypatch.setattr(runs, "start_from", lambda *_: pytest.fail("loaded again"))
+    run(data, tmp_path / "out", initial_weights=whole[0])
+
+
 def test_incomplete_weights_and_adapters_are_refused(tmp_path):
     model = tiny_seq2seq_model("luna")
     model.save_pretrained(tmp_path / "cut")

@@ -2648,13 +2648,15 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
     ) -> Any:
         """Like `PreTrainedModel.from_pretrained`, but refuse a checkpoint whose weights are not the model's.
 
-        A PEFT adapter with a `config.json` is loaded into its base model, with the labels of that config.
+        A PEFT adapter with a `config.json` is loaded into its base model, with the labels of that config. If
+        `max_position_embeddings` is overridden, an encoder's positions are resized.
 
         Raises:
             ImportError: The source is an adapter, and peft is not installed.
-            OSError: The source, or the base model of an adapter, cannot be found.
+            OSError: The source, or the base model or the weights of an adapter, cannot be found.
             ValueError: None of the base model's weights are in the checkpoint, none of the head's although it names
-                this class, an adapter is for another head, or a keyword is no field of the config.
+                this class, an adapter is for another head or names no base, positions cannot be resized, or a keyword
+                is no field of the config.
         """
         source, kwargs, adapter = base_of_adapter(cls, pretrained_model_name_or_path, kwargs)
         config = kwargs.get("config")  # which the Auto classes read from the source, too

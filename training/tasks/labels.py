@@ -220,13 +220,11 @@ def _refuse_vectors(splits: dict[str, Dataset], column: str) -> None:
     for place, (source, rows) in enumerate(splits.items()):
         lists = [row for row in rows[column] if isinstance(row, list)]
         widths, values = {len(row) for row in lists}, {one for row in lists for one in row}
-        odd = [row for row in lists if len(set(row)) < len(row)] if values <= {0, 1, "0", "1"} else []
-        if any(
-            isinstance(one, float) for one in values
-        ):  # targets of a regression, unless the training split's are such
-            odd = []
-        if not odd and place == 0 and len(widths) == 1 and min(widths) > 1 and values <= {0, 1}:
+        odd: list[list[Any]] = []
+        if place == 0 and len(widths) == 1 and min(widths) > 1 and values <= {0, 1}:
             odd = lists
+        elif values <= {0, 1, "0", "1"} and not any(isinstance(one, float) for one in values):  # no targets
+            odd = [row for row in lists if len(set(row)) < len(row)]
         if odd:
             raise UserError(
                 f"`{column}` of {source} holds {shorten(repr(odd[0]))}, which looks like a zero or a one for each "
