@@ -107,11 +107,8 @@ def write_words(folder):
         labels = {person: "PER", place: "LOC"}
         split = text.format(person, place).split()
         words.append({"words": split, "labels": [labels.get(word, "O") for word in split]})
-        row = {
-            "question": f"Where is {person}?",
-            "context": text.format(person, place).replace(" .", "."),
-            "answer": place,
-        }
+        context = text.format(person, place).replace(" .", ".")
+        row = {"question": f"Where is {person}?", "context": context, "answer": place, "start": context.index(place)}
         questions.append(row)
     for name, rows in (("names", words), ("questions", questions)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

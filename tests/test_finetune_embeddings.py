@@ -168,6 +168,24 @@ def test_modules_of_other_packages_are_refused(encoder, data, tmp_path, capsys, 
     assert str(source) in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "made").exists()
 
 
+def test_a_run_killed_after_its_last_update_does_not_train_on(encoder, data, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    given = words(encoder, data, output, num_train_epochs=1.5, per_device_train_batch_size=16, learning_rate=1e-2)
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune_embeddings.EmbeddingTrainer, "require_finite", _killed_at_the_end)
+        with pytest.raises(ArithmeticError, match="killed"):
+            finetune_embeddings.main(given)
+    monkeypatch.setattr(finetune_embeddings.EmbeddingTrainer, "train", None)
+    assert finetune_embeddings.main(given) == 0
+    figures = json.loads((output / "metrics.json").read_text())
+    assert figures["steps"] == 3 and figures["scores"] != figures["scores_before"]
+
+
+def _killed_at_the_end(trainer, values):
+    if "training loss" not in values:
+        raise ArithmeticError("killed")
+
+
 def test_damaged_checkpoints_are_named_and_an_older_one_used(encoder, data, tmp_path, capsys, monkeypatch):
     output = tmp_path / "out"
     given = words(encoder, data, output, num_train_epochs=3, per_device_train_batch_size=16, save_total_limit=3)

@@ -50,6 +50,7 @@ def head_and_rows(model_type, kind):
         labels = torch.randint(0, 3, (ROWS,))
     else:
         labels = torch.randn(ROWS, fields["num_labels"], dtype=torch.float64) * 2
+        labels[::2, 0] = -100  # with which labels of classes are marked as missing
         labels = (labels > 0).double() if problem == MULTI_LABEL else labels.squeeze(-1)
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 

@@ -23,7 +23,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tasks import best, classification, files, runs
 from tasks.plan import check_settings, plan, settings, unique_labels
-from tasks.trainer import FinetuneTrainer, Sealing, find_checkpoint
+from tasks.trainer import EarlyStoppingCallback, FinetuneTrainer, Sealing, find_checkpoint
 from tiny_finetuning import COMMANDS, PLAIN, RECIPES, checkpoint, command, glue_folder, refused, run
 from transformers import TrainerState, TrainingArguments, pipeline
 
@@ -267,13 +267,30 @@ def test_of_equal_scores_the_lower_loss_is_the_best(tmp_path):
     trainer = FinetuneTrainer.__new__(FinetuneTrainer)
     every = {"eval_strategy": "steps", "save_strategy": "steps"}
     trainer.args = TrainingArguments(tmp_path, metric_for_best_model="f1", greater_is_better=True, **every)
-    trainer.state, best = TrainerState(), []
+    trainer.state, patience, best, counts = TrainerState(), EarlyStoppingCallback(9), [], []
     for step, (score, loss) in enumerate([(0.5, 0.9), (0.8, 0.8), (0.8, 0.7), (0.8, 0.75), (0.7, 0.1)], 1):
         trainer.state.global_step = step
         trainer.state.log_history.append({"step": step, "eval_loss": loss})
+        patience.check_metric_value(trainer.args, trainer.state, None, score)
+        counts.append(patience.early_stopping_patience_counter)
         trainer._determine_best_metric({"eval_f1": score, "eval_loss": loss}, None)
         best.append(trainer.state.best_global_step)
-    assert best == [1, 2, 3, 3, 3]
+    assert best == [1, 2, 3, 3, 3] and counts == [0, 0, 0, 1, 2]
+
+
+def test_a_plateau_of_the_score_is_one_of_its_largest_values(luna, sst2, tmp_path, monkeypatch):
+    kinds = []
+
+    def train(trainer, **_):
+        trainer.create_optimizer_and_scheduler(9)
+        kinds.append((trainer.lr_scheduler.mode, trainer.lr_scheduler.patience))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FinetuneTrainer, "train", train)
+    for kind in ("greedy", "reduce_lr_on_plateau"):
+        more = options(sst2, lr_scheduler_type=kind, lr_scheduler_kwargs='{"patience": 3}')
+        assert finetune_glue.main(command(luna, tmp_path / kind, **more)) == 130
+    assert kinds == [("max", 3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -292,18 +309,25 @@ def test_the_longest_row_counts_all_its_choices():
     assert (encoded.tokens, encoded.longest) == (22, 18)
 
 
-def test_a_run_killed_after_early_stopping_does_not_train_on(luna, sst2, tmp_path, monkeypatch):
-    # A learning rate of zero: the first evaluation stays the best, and the third ends the run.
-    more = options(sst2, learning_rate=0.0, early_stopping_patience=2, num_train_epochs=9)
-    words = command(luna, tmp_path / "out", **more)
+# A learning rate of zero: the first evaluation stays the best, and the third ends the run.
+ENDS = {
+    "early stopping": ({"early_stopping_patience": 2, "num_train_epochs": 9}, (18, 6, 54)),
+    "half an epoch": ({"early_stopping_patience": 0, "num_train_epochs": 1.5}, (9, 6, 9)),
+}
+
+
+@pytest.mark.parametrize("case", list(ENDS))
+def test_a_run_killed_after_its_last_update_does_not_train_on(case, luna, sst2, tmp_path, monkeypatch):
+    own, steps = ENDS[case]
+    words = command(luna, tmp_path / "out", **options(sst2, learning_rate=0.0, **own))
     with monkeypatch.context() as patch:
         interrupt(patch, runs, "write_card")
         assert finetune_glue.main(words) == 130
-    assert (tmp_path / "out" / "checkpoint-18").is_dir() and not (tmp_path / "out" / "run.json").exists()
+    assert (tmp_path / "out" / f"checkpoint-{steps[0]}").is_dir() and not (tmp_path / "out" / "run.json").exists()
     monkeypatch.setattr(FinetuneTrainer, "train", None)
     assert finetune_glue.main(words) == 0
     result = read(tmp_path / "out")
-    assert (result["steps"], result["best_step"], result["planned_steps"]) == (18, 6, 54)
+    assert (result["steps"], result["best_step"], result["planned_steps"]) == steps
     assert result["samples_per_second"] < 1e6  # the clock is that of the checkpoint
 
 

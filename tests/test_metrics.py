@@ -28,6 +28,8 @@ def test_metrics_of_single_values():
 def test_metrics_of_rows_with_several_values():
     found = scores("micro_f1 macro_f1 exact_match", [[1, 0], [1, 1], [0, 0]], [[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
     assert found == pytest.approx({"micro_f1": 2 / 3, "macro_f1": 2 / 3, "exact_match": 1 / 3})
+    absent = scores("micro_f1 macro_f1", [[1, 0, 0], [0, 1, 0]], [[1, 0, 0], [0, 1, 0]])
+    assert absent == {"micro_f1": 1.0, "macro_f1": 1.0} and scores("macro_f1", [[0]], [[0]]) == {"macro_f1": 0.0}
     assert scores("mse", [[1.0, 2.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 2.0]]) == {"mse": 2.0}
 
 

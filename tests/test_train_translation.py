@@ -107,6 +107,14 @@ def test_scores_name_their_signatures():
     assert perfect["chrf"]["signature"].startswith("nrefs:1")
 
 
+@pytest.mark.parametrize(
+    ("language", "text", "tokenizer"), [("zh-CN", "一只狗在公园里跑", "zh"), ("ja", "犬が公園を走っています", "char")]
+)
+def test_languages_without_spaces_have_words(language, text, tokenizer):
+    found = scores.score([text[:-1]], [text], language=language)
+    assert 50 < found["bleu"]["score"] < 100 and f"tok:{tokenizer}" in found["bleu"]["signature"]
+
+
 def test_a_tokenizer_ends_texts_with_the_ids_of_training(tmp_path):
     """Plain calls give the tokens and the end, as `add_special_tokens=False` and the end would; a given one, too."""
     plain = train_tokenizer([text for pair in pairs(80, 0) for text in pair], 300, 40)

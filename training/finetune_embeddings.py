@@ -50,7 +50,7 @@ from tasks.plan import (
     settings,
     unique_labels,
 )
-from tasks.trainer import Clock, Diverged, FiniteTraining, Sealing, find_checkpoint, remove_checkpoints, seconds
+from tasks.trainer import Clock, Diverged, FiniteTraining, Sealing, find_checkpoint, remove_checkpoints, seconds, train
 from transformers import AutoModel
 from transformers.utils import logging
 
@@ -249,7 +249,7 @@ def run(encoder: SentenceTransformer, training: TrainingArguments, pairs: dict[s
     )
     try:
         start = find_checkpoint(folder, print, training.load_best_model_at_end)
-        trainer.train(resume_from_checkpoint=str(start) if start else None)
+        train(trainer, start)
         trainer.require_finite(dict(encoder.named_parameters()))
         scores = evaluator(encoder)
         trainer.require_finite(scores)

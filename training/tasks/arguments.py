@@ -8,7 +8,7 @@ import torch
 from common.options import parse_yaml
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from transformers import SchedulerType, Trainer, TrainingArguments, get_scheduler
+from transformers import IntervalStrategy, SchedulerType, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.training_args import trainer_log_levels
 
@@ -123,6 +123,12 @@ class CheckedTraining:
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()
         super().__post_init__()
+        steps = IntervalStrategy.STEPS
+        if self.load_best_model_at_end and self.save_strategy == steps and self.save_steps != self.eval_steps:
+            raise UserError(
+                f"--save_steps {self.save_steps:g} is not --eval_steps {self.eval_steps:g}, so that the best weights "
+                "might not be saved. Set both to the same number, or add --save_strategy best."
+            )
         names = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "in_order")
         DataLoader([0], **{name: getattr(self, f"dataloader_{name}") for name in names})  # raises what does not fit
 

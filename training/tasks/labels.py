@@ -62,6 +62,8 @@ class Labels:
             ValueError: There is no such class, or it is no number.
         """
         if isinstance(self.feature, Value):
+            if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):  # `float` reads nan and 1_0, too
+                raise ValueError(value)
             return float(value)
         place = self.feature.encode_example(str(_whole(value)) if self.by_name else _whole(value))
         if place < 0:  # the Hub's mark for a missing label

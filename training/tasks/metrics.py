@@ -12,11 +12,21 @@ from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, mean_squared_error
 
 _f1 = partial(f1_score, zero_division=0)
+
+
+def _macro_f1(references: np.ndarray, predictions: np.ndarray) -> float:
+    """Mean over the classes that occur; scikit-learn counts the others as 0 where a row has several labels."""
+    if references.ndim == 1:
+        return _f1(references, predictions, average="macro")
+    scores = [_f1(*sides) for sides in zip(references.T, predictions.T, strict=True) if np.any(sides)]
+    return float(np.mean(scores)) if scores else 0.0
+
+
 # Functions of references and predictions.
 METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "accuracy": accuracy_score,
     "f1": _f1,
-    "macro_f1": partial(_f1, average="macro"),
+    "macro_f1": _macro_f1,
     "micro_f1": partial(_f1, average="micro"),
     "exact_match": accuracy_score,
     "matthews_correlation": matthews_corrcoef,

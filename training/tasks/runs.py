@@ -30,13 +30,13 @@ from common.machine import machine
 from common.models import load_config, load_encoder, load_tokenizer, longest_input
 from common.options import parse
 from datasets import Dataset, disable_progress_bars
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, SchedulerType, set_seed
 
 from luna_hf.scripting import UserError, locked, run_script, write_json
 from tasks.arguments import REFUSED, FinetuneArguments, FinetuneTrainingArguments
 from tasks.best import drop_losers, keep_best, lost_best
 from tasks.files import Encoded
-from tasks.labels import SINGLE_LABEL, ClassOrder
+from tasks.labels import REGRESSION, SINGLE_LABEL, ClassOrder
 from tasks.plan import (
     RUN_FILE,
     SETTINGS_FILE,
@@ -116,6 +116,8 @@ def run_all(job: Job) -> None:
     if training.push_to_hub and len(models) > 1:
         raise UserError("--push_to_hub publishes one model: give one --model_name_or_path.")
     task.digests = {split: data_digest(rows) for split, rows in task.splits.items()}
+    equal = [split for split in task.evaluation if task.digests[split] == task.digests["train"]]
+    task.notes += [f"{split}: the rows of the training split, so its scores do not hold for others." for split in equal]
     for run in runs:
         notes = check_settings(run.folder, run_settings(run, job), task.sources, job.arguments.accept_changed_data)
         task.notes += [note for note in notes if note not in task.notes]
@@ -214,6 +216,13 @@ def encode(job: Job, name: str, prepared: Prepared) -> None:
         encoded = job.task.encode(rows, prepared.tokenizer, prepared.max_length)
         prepared.encoded[split] = in_order(encoded, prepared.order)
         prepared.notes.append(prepared.encoded[split].report(split, prepared.max_length))
+    labels, metric = prepared.encoded[job.development].rows["labels"], job.task.main_metric
+    is_correlation = metric == "matthews_correlation" or (job.task.problem_type == REGRESSION and metric != "mse")
+    if is_correlation and len({str(label) for label in labels}) < 2:
+        raise UserError(
+            f"{job.task.sources[job.development]} has equal labels in all rows to evaluate on, for which {metric} is "
+            "undefined. Evaluate on rows with different labels."
+        )
     job.print("\n".join(f"- {note}" for note in prepared.notes))
 
 
@@ -331,7 +340,7 @@ def describe(job: Job, run: Run, prepared: Prepared, trainer: FinetuneTrainer) -
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         **{name: getattr(run, name) for name in ("batch_size", "learning_rate", "dropout", "seed")},
         "main_metric": task.main_metric,
-        "best_step": state.best_global_step,
+        "best_step": state.best_global_step if trainer.args.load_best_model_at_end else None,
         "steps": state.global_step,
         "planned_steps": state.max_steps,
         "epochs": state.epoch or 0.0,
@@ -370,6 +379,9 @@ def make_trainer(job: Job, run: Run, model: Any, prepared: Prepared) -> Finetune
         push_to_hub=False,  # the finished folder is pushed, with its card
     )
     own._n_gpu = min(own.n_gpu, 1)
+    if own.lr_scheduler_type in (SchedulerType.GREEDY, SchedulerType.REDUCE_ON_PLATEAU):  # they follow the score
+        mode = "max" if task.greater_is_better else "min"
+        own.lr_scheduler_kwargs = {"mode": mode, **(own.lr_scheduler_kwargs or {})}
     train, order = prepared.encoded["train"].rows, prepared.order
     rows, places = longest_first(prepared.encoded[job.development])
 

@@ -64,6 +64,12 @@ class Task:
         tests: Sequence[str],
         config: str | None = None,
     ) -> None:
+        if train in development:
+            raise UserError(
+                f"The split {train} is to train on and to evaluate on. Name another with --validation_split."
+            )
+        if train in tests:
+            raise UserError(f"The split {train} is to train on and to predict. Name another with --test_split.")
         if train != "train" and "train" in (*development, *tests):
             raise UserError(
                 f"The split train is to evaluate on or to predict, but {train} to train on: only the training split "

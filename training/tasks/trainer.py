@@ -29,11 +29,11 @@ from accelerate import PartialState
 from common.optimizer import fitting
 from common.seal import MANIFEST, damage, newest_intact, seal
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import EarlyStoppingCallback, EvalPrediction, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback as _EarlyStoppingCallback
+from transformers import EvalPrediction, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -146,6 +146,22 @@ class Sealing(TrainerCallback):
             seal(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
 
+class EarlyStoppingCallback(_EarlyStoppingCallback):
+    """transformers' callback, for which a lower loss at the same score is an improvement, too."""
+
+    def check_metric_value(self, args: Any, state: Any, control: Any, metric_value: float) -> None:
+        """Count evaluations without an improvement; the Trainer has just logged this one, and not yet compared it."""
+        super().check_metric_value(args, state, control, metric_value)
+        if _has_lower_loss(state, metric_value):
+            self.early_stopping_patience_counter = 0
+
+
+def _has_lower_loss(state: TrainerState, score: float) -> bool:
+    """Whether the newest evaluation, which has this score, equals the best one but for a lower loss."""
+    losses = {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry}
+    return score == state.best_metric and losses[state.global_step] < losses.get(state.best_global_step, -math.inf)
+
+
 def seconds(trainer: Trainer) -> float:
     """What the `Clock` of a trainer shows, seconds before a resume included."""
     return next(part for part in trainer.callback_handler.callbacks if isinstance(part, Clock)).seconds
@@ -209,7 +225,8 @@ class FinetuneTrainer(FiniteTraining, Trainer):
     Args:
         problem_type: see `task_loss`.
         lengths: a length per training row, not in tokens of one tokenizer, so that all models see one order.
-        patience: evaluations without a better metric until the run stops; 0 never stops it.
+        patience: evaluations without a better metric, or an equal one with a lower loss, until the run stops; 0 never
+            stops it.
         scores: metrics of the evaluation rows, from finite logits and labels.
         keywords: of `Trainer`.
 
@@ -234,7 +251,7 @@ class FinetuneTrainer(FiniteTraining, Trainer):
             compute_metrics=scores and self._metrics,
             **keywords,
         )
-        self.scores = scores
+        self.scores, self.problem_type = scores, problem_type
         self.model_accepts_loss_kwargs = False  # `task_loss` divides; heads need not know
         self.lengths = lengths
         self.add_callback(Clock())
@@ -258,12 +275,17 @@ class FinetuneTrainer(FiniteTraining, Trainer):
         """Of equal scores, the one with the lower loss is the best: few rows soon reach a score that stays."""
         if super()._determine_best_metric(metrics, trial):
             return True
-        state, score = self.state, metrics[f"eval_{self.args.metric_for_best_model}"]
-        losses = {entry["step"]: entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry}
-        is_lower = metrics["eval_loss"] < losses.get(state.best_global_step, float("-inf"))
-        if score == state.best_metric and is_lower:
-            state.best_global_step = state.global_step
-        return score == state.best_metric and is_lower
+        is_better = _has_lower_loss(self.state, metrics[f"eval_{self.args.metric_for_best_model}"])
+        if is_better:
+            self.state.best_global_step = self.state.global_step
+        return is_better
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
+        """The labels of an update. The Trainer leaves out those of -100, which is a number like any other here."""
+        if self.problem_type == SINGLE_LABEL:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        finite = [{"labels": torch.zeros_like(batch["labels"])} for batch in batch_samples]
+        return super()._get_num_items_in_batch(finite, device)
 
     def _metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """`scores`, which are defined for finite numbers only."""
@@ -396,24 +418,28 @@ def _continuing(checkpoint: str | Path | None) -> Iterator[None]:
         raise UserError(f"{checkpoint} cannot be continued from ({reason(error)}). Remove this folder.") from error
 
 
-def train(trainer: FinetuneTrainer, start: Path | None, patience: int) -> None:
-    """Train from a checkpoint or the beginning to the end; the model then has the best weights."""
+def train(trainer: Trainer, start: Path | None, patience: int = 0) -> None:
+    """Train from a checkpoint or the beginning to the end; the model then has the best weights.
+
+    The trainer is a `Resuming` one with a `Clock`.
+    """
     with _continuing(start):
         state = TrainerState.load_from_json(str(start / "trainer_state.json")) if start else None
-        is_over = start is not None and _is_over(read_state(start), trainer.args.max_steps, patience)
+        is_over = start is not None and _is_over(read_state(start), patience)
+    is_over = is_over and not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)  # they load while they train
     if not is_over:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
         return
     with _continuing(start):
         best = _best(start) if trainer.args.load_best_model_at_end else None
-        trainer.model.load_state_dict(load_file(Path(best or start) / "model.safetensors"))
+        trainer._load_from_checkpoint(str(best or start))
         trainer.state = state
         trainer._load_callback_state()
 
 
-def _is_over(state: dict[str, Any], max_steps: int, patience: int) -> bool:
+def _is_over(state: dict[str, Any], patience: int) -> bool:
     """Whether a run had ended at a checkpoint; the Trainer would train for another update or epoch."""
     stored = state.get("stateful_callbacks", {}).get("EarlyStoppingCallback", {})
     stored = stored[0] if isinstance(stored, list) else stored
     bad = stored.get("attributes", {}).get("early_stopping_patience_counter", 0)
-    return 0 < max_steps <= state["global_step"] or 0 < patience <= bad
+    return 0 < state.get("max_steps", 0) <= state["global_step"] or 0 < patience <= bad

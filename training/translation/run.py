@@ -254,9 +254,11 @@ class Translation(Run):
         names = {"validation": recipe.validation_split, **({"test": recipe.test_split} if recipe.test_split else {})}
         for name, split in names.items():
             own = self.model, self.tokenizer, self.splits[split], recipe.eval_batch_size
-            scores[name] = evaluate_split(*own, longest, recipe.task)
+            scores[name] = evaluate_split(*own, longest, recipe.task, recipe.target_language)
             if waits := [k for k in recipe.wait_k if k]:
-                scores[name]["simultaneous"] = {str(k): evaluate_wait(*own, k, longest) for k in waits}
+                scores[name]["simultaneous"] = {
+                    str(k): evaluate_wait(*own, k, longest, recipe.target_language) for k in waits
+                }
         return scores
 
     def card(self, figures: dict[str, Any]) -> str:

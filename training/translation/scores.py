@@ -1,5 +1,6 @@
 """Translating with a beam, BLEU and chrF with their signatures, and the average of checkpoints."""
 
+import re
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -20,6 +21,8 @@ from translation.latency import mean_latencies
 from translation.pairs import Pairs, cut_to, encode
 from translation.recipe import TranslationRecipe
 
+# Codes of languages without spaces between words: Chinese, Japanese, Thai, Lao, Khmer, Burmese.
+_NO_SPACES = {"zh", "zho", "ja", "jpn", "th", "tha", "lo", "lao", "km", "khm", "my", "mya"}
 # What is scored, by task, and its name.
 METRICS = {
     "translation": {"bleu": "BLEU", "bleu_lowercase": "BLEU, lower case", "chrf": "chrF"},
@@ -67,9 +70,9 @@ def translate(
     return [found[place] for place in range(len(rows))]
 
 
-def score(written: list[str], references: list[str], task: str = "translation") -> dict[str, Any]:
+def score(written: list[str], references: list[str], task: str = "translation", language: str = "") -> dict[str, Any]:
     """The metrics of a task, see `METRICS`, on a corpus with one reference, each with a signature."""
-    return (rouge if task == "summarization" else bleu)(written, references)
+    return rouge(written, references) if task == "summarization" else bleu(written, references, language)
 
 
 def rouge(written: list[str], references: list[str]) -> dict[str, Any]:
@@ -86,10 +89,15 @@ def rouge(written: list[str], references: list[str]) -> dict[str, Any]:
     return {name: {"score": mean, "signature": signature} for name, mean in means.items()}
 
 
-def bleu(translations: list[str], references: list[str]) -> dict[str, Any]:
-    """BLEU, lower-case BLEU and chrF, with the signatures of sacreBLEU."""
-    scores = {}
-    for name, metric in (("bleu", BLEU()), ("bleu_lowercase", BLEU(lowercase=True)), ("chrf", CHRF())):
+def bleu(translations: list[str], references: list[str], language: str = "") -> dict[str, Any]:
+    """BLEU, lower-case BLEU and chrF, with the signatures of sacreBLEU.
+
+    In a `language` without spaces between words, BLEU counts Chinese as sacreBLEU does, and others by characters.
+    """
+    scores, code = {}, re.split("[-_]", language.lower())[0]
+    own = {"tokenize": "zh" if code in ("zh", "zho") else "char"} if code in _NO_SPACES else {}
+    metrics = {"bleu": BLEU(**own), "bleu_lowercase": BLEU(lowercase=True, **own), "chrf": CHRF()}
+    for name, metric in metrics.items():
         result = metric.corpus_score(translations, [references])
         scores[name] = {"score": result.score, "signature": str(metric.get_signature())}
     return scores
@@ -102,6 +110,7 @@ def evaluate_split(
     batch_size: int,
     longest: int | None = None,
     task: str = "translation",
+    language: str = "",
 ) -> dict[str, Any]:
     """Scores of a split, its number of pairs, and a few of the texts written."""
     made = translate(model, tokenizer, pairs.source, batch_size, longest)
@@ -109,7 +118,7 @@ def evaluate_split(
         {"source": source, "translation": text, "reference": reference}
         for source, text, reference in list(zip(pairs.source, made, pairs.target, strict=True))[:5]
     ]
-    return {"pairs": len(pairs), **score(made, pairs.target, task), "samples": samples}
+    return {"pairs": len(pairs), **score(made, pairs.target, task, language), "samples": samples}
 
 
 def evaluate_wait(
@@ -119,6 +128,7 @@ def evaluate_wait(
     batch_size: int,
     k: int,
     longest: int | None = None,
+    language: str = "",
 ) -> dict[str, Any]:
     """Scores of a split in simultaneous translation by wait-k with greedy search, and mean latencies in tokens.
 
@@ -128,7 +138,7 @@ def evaluate_wait(
     made = translate(model, tokenizer, pairs.source, batch_size, longest, policy=WaitK(k), num_beams=1)
     sides = [[len(ids) for ids in encode(texts, tokenizer)] for texts in (pairs.source, made, pairs.target)]
     sides[0] = [min(length, longest or length) for length in sides[0]]
-    return {**bleu(made, pairs.target), **mean_latencies(WaitK(k), *sides)}
+    return {**bleu(made, pairs.target, language), **mean_latencies(WaitK(k), *sides)}
 
 
 def average(folders: Sequence[Path]) -> dict[str, Tensor]:
