@@ -165,6 +165,22 @@ def test_a_training_step_compiles_once(family, variant):
     assert_equal_steps(compiled, model, [inputs_for("mlm", length=n, seed=n, labels=True) for n in (12, 5, 31)])
 
 
+@pytest.mark.parametrize(
+    ("labels", "problem"),
+    [(torch.tensor([0.5, 2.0]), "regression"), (torch.eye(3)[:2], "multi_label_classification")],
+)
+def test_compiled_training_keeps_the_kind_of_the_labels(labels, problem):
+    outputs = 1 if problem == "regression" else 3
+    model = tiny_model("luna", "sequence", num_hidden_layers=1, num_labels=outputs).train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    batches = [{"input_ids": random_ids(2, n, seed=n), "labels": labels} for n in (12, 5, 31)]
+    assert_equal_steps(compiled, model, batches)
+    model.config.problem_type = None
+    torch._dynamo.reset()
+    compiled(**batches[0])
+    assert model.config.problem_type == problem
+
+
 @pytest.mark.slow
 @families
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "base"])

@@ -10,7 +10,9 @@ from helpers import (
     FAMILY_VARIANTS,
     covering,
     in_turn,
+    model_class,
     random_ids,
+    tiny_config_for,
     tiny_model,
     variants_of,
 )
@@ -140,6 +142,47 @@ def test_a_row_of_padding_stays_finite(model_type, attention, dtype):
         assert torch.isfinite(parameter.grad).all(), name
     alone = model(ids[:1], attention_mask=mask[:1]).logits
     assert_near(output.logits[:1], alone, dtype, "the other row")
+
+
+# A new model, unlike one with noise in its biases, gives padding a state of zeros, whose gradient every norm enlarges.
+
+
+def new_model(family, make, **fields):
+    torch.manual_seed(0)
+    return make(FAMILIES[family])(tiny_config_for(family, num_hidden_layers=12, **fields)).double().eval()
+
+
+@pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])
+def test_new_decoders_learn_the_same_from_padding_on_either_side(model_type, kind):
+    heads = {"decoder": lambda family: family.causal_lm, "encoder_decoder": lambda family: family.seq2seq_lm}
+    model = new_model(model_type, heads[kind], **{f"is_{kind}": True})
+    rows, results = [random_ids(1, length, seed=length)[0] for length in LENGTHS[:3]], []
+    for side in ("right", "left"):
+        ids, mask = pad(rows, 17, side, garbage)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if kind == "encoder_decoder":
+            inputs = {"input_ids": random_ids(3, 9), "decoder_input_ids": ids, "decoder_attention_mask": mask}
+        model.zero_grad()
+        labels = ids.masked_fill(mask == 0, -100)
+        loss = model(**inputs, labels=labels).loss
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        if kind == "decoder":
+            shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            torch.testing.assert_close(model(**inputs, shift_labels=shifted).loss, loss)
+    for found, expected in zip(*results, strict=True):
+        assert_near(found, expected, torch.float32, "from the left")  # in which Transformers sums the loss
+
+
+@pytest.mark.parametrize("kind", ["sequence", "choice"])
+def test_a_row_of_padding_teaches_a_new_model_nothing(model_type, kind):
+    model = new_model(model_type, lambda family: model_class(model_type, kind), num_labels=3)
+    ids = random_ids(3, 9)
+    mask = torch.ones_like(ids).index_fill(0, torch.tensor([1]), 0)
+    if kind == "choice":
+        ids, mask = ids[None], mask[None]
+    model(ids, attention_mask=mask, labels=torch.arange(len(ids))).loss.backward()
+    assert max(parameter.grad.abs().max() for parameter in model.parameters() if parameter.grad is not None) < 10
 
 
 def test_without_a_mask_the_ids_give_the_padding(model_type):

@@ -224,6 +224,8 @@ def test_folders_of_earlier_versions_keep_their_positions(make, positions, tmp_p
     loaded, ids = type(model).from_pretrained(tmp_path), {"input_ids": random_ids(2, 9)}
     ids |= {"decoder_input_ids": random_ids(2, 4, seed=1)} if make is tiny_seq2seq_model else {}
     assert loaded.config.first_position == 8 and torch.equal(loaded(**ids)[0], model(**ids)[0])
+    with pytest.raises(ValueError, match=r"start at 1\. Count them from 0, or from 8"):
+        model(**ids, position_ids=torch.arange(1, 10)[None])
     assert [make("luna", pad_token_id=pad).config.first_position for pad in (0, 1, 7)] == [1, 2, 2]
 
 

@@ -402,11 +402,13 @@ def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor |
 
 
 def first_kept(states: Tensor, keep: Tensor | None) -> Tensor:
-    """State of each row's first real token (`<s>`, even if left-padded): (b, n, d) to (b, d)."""
+    """State of each row's first real token (`<s>`, even if left-padded), or zeros: (b, n, d) to (b, d)."""
     if keep is None:
         return states[:, 0]
     index = keep.int().argmax(-1)  # (b,), the first True
-    return states[torch.arange(states.shape[0], device=states.device), index]
+    found = states[torch.arange(states.shape[0], device=states.device), index]
+    # Padding's state is zero, but not its gradient, which every norm of a zero state enlarges.
+    return found.masked_fill(~keep.any(-1, keepdim=True), 0.0)
 
 
 def masked_mean(states: Tensor, keep: Tensor | None) -> Tensor:
@@ -3344,12 +3346,18 @@ class EncoderModelMixin(BaseModelMixin):
         """Return rows of the position table for `position_ids` (1 or b, n), which may count from 0 instead.
 
         No token has row 0, so that positions from 0, as `DataCollatorWithFlattening` counts them, are no rows.
+
+        Raises:
+            ValueError: They start in between, at a row that no token has.
         """
         if position_ids is None:
             return None
         first = self.config.first_position
         real = position_ids if keep is None else position_ids.masked_fill(~keep, first)
-        return position_ids + (real.amin(-1, keepdim=True) == 0) * first
+        begin = real.amin(-1, keepdim=True)
+        if is_readable(begin) and ((begin > 0) & (begin < first)).any():
+            raise ValueError(f"`position_ids` start at {begin.max()}. Count them from 0, or from {first}.")
+        return position_ids + (begin == 0) * first
 
 
 # ---- models/encoder_heads.py ----
@@ -3468,25 +3476,33 @@ def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | i
 
 
 def problem_of(labels: Tensor, config: BoundedMemoryConfig) -> str:
-    """The `problem_type` that labels stand for."""
+    """The `problem_type` that labels stand for.
+
+    One output means regression, integer labels single-label, and float labels multi-label classification.
+    """
     if config.num_labels == 1:
         return "regression"
     return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
 
-def classification_loss(
-    logits: Tensor, labels: Tensor, config: BoundedMemoryConfig, num_items_in_batch: Tensor | int | None = None
-) -> Tensor:
-    """Loss for `config.problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
+@torch.compiler.assume_constant_result
+def kept_problem(config: BoundedMemoryConfig, problem: str) -> str:
+    """`config.problem_type`, set to `problem` if it is `None`; a compiled graph does not depend on the field."""
+    config.problem_type = config.problem_type or problem
+    return config.problem_type
 
-    Without a `problem_type`, one output means regression, integer labels single-label, and float labels multi-label
-    classification. Logits are (b, num_labels), labels (b,), or (b, num_labels) for multi-label classification and
-    regression with several targets.
+
+def classification_loss(
+    logits: Tensor, labels: Tensor, problem: str, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """Loss of a `problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
+
+    Logits are (b, num_labels), labels (b,), or (b, num_labels) for multi-label classification and regression with
+    several targets.
 
     Raises:
         ValueError: The shapes of labels and logits do not match, or there is no such `problem_type`.
     """
-    problem = config.problem_type or problem_of(labels, config)
     if problem == "single_label_classification":
         return cross_entropy(logits, labels, num_items_in_batch)
     losses = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
@@ -3495,7 +3511,7 @@ def classification_loss(
         raise ValueError(f"`problem_type` is {problem!r}, but must be one of {known}.")
     if labels.numel() != logits.numel():
         raise ValueError(
-            f"`labels` have shape {tuple(labels.shape)}, but {problem} with {config.num_labels} outputs needs "
+            f"`labels` have shape {tuple(labels.shape)}, but {problem} with {logits.shape[-1]} outputs needs "
             f"{tuple(logits.shape)}."
         )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -3674,9 +3690,12 @@ class SequenceClassificationMixin(EncoderHeadMixin):
 
     def head_loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Compute the loss for `config.problem_type`, which is kept: pipelines decide by it what they show."""
-        loss = classification_loss(logits, labels, self.config, num_items_in_batch)
-        if self.config.problem_type is None and not torch.compiler.is_compiling():
-            self.config.problem_type = problem_of(labels, self.config)
+        if torch.compiler.is_compiling():
+            problem = kept_problem(self.config, problem_of(labels, self.config))
+            return classification_loss(logits, labels, problem, num_items_in_batch)
+        problem = self.config.problem_type or problem_of(labels, self.config)
+        loss = classification_loss(logits, labels, problem, num_items_in_batch)  # raises if the labels do not fit
+        self.config.problem_type = problem
         return loss
 
 

@@ -619,6 +619,11 @@ def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tenso
     return (keep.long().cumsum(-1) - 1).clamp(min=0)
 
 
+def leading_padding(keep: Tensor) -> Tensor:
+    """Padding before the first real token of a row, (b, n), from the mask of real tokens (b, n)."""
+    return keep.long().cumsum(-1) == 0
+
+
 def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
     """Number of real tokens of each row, (b, 1) long; (1, 1) if nothing is padded."""
     if keep is None:
@@ -3356,6 +3361,10 @@ class DecoderModelMixin(BaseModelMixin):
         context = context._replace(rotation=self.rotation(positions))
         hidden_states = self.embeddings(input_ids, inputs_embeds, positions, token_type_ids, keep)
         hidden_states = self.run_layers(hidden_states, context, **layer_inputs)
+        if keep is not None:
+            # Padding that has read nothing may have a state of zeros, whose gradient every norm enlarges.
+            unread = leading_padding(keep) & (context.before == 0)
+            hidden_states = hidden_states.masked_fill(unread.unsqueeze(-1), 0.0)
         if cache is not None:
             checksum = -1 if input_ids is None else text_checksum(input_ids, context.ranks, keep)
             cache.count(context.lengths[:, 0].expand(batch), length, checksum)
@@ -3462,7 +3471,8 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
         """Like `DecoderModelMixin.forward`, with a head.
 
         Args:
-            labels: (b, n) the token ids themselves, shifted internally; -100 is ignored.
+            labels: (b, n) the token ids themselves, shifted internally; -100 is ignored, and so is the first token of
+                a row that is padded on the left, which nothing predicts.
             logits_to_keep: number of final positions to compute logits for, 0 for all; or a tensor of positions.
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
 
@@ -3478,6 +3488,12 @@ class CausalLMMixin(GenerationHooks, HeadMixin):
         outputs = self.base_model(*inputs, cache=cache, use_cache=use_cache, return_dict=True, **kwargs)
         logits = linear(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
+        if attention_mask is not None and cache is None:
+            unread = leading_padding(attention_mask != 0)
+            if labels is not None:
+                labels = labels.masked_fill(F.pad(unread[:, :-1], (1, 0)), -100)
+            if shift_labels is not None:
+                shift_labels = shift_labels.masked_fill(unread, -100)
         if labels is not None or shift_labels is not None:
             loss = self.loss_function(
                 logits,

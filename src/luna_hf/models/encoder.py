@@ -339,9 +339,15 @@ class EncoderModelMixin(BaseModelMixin):
         """Return rows of the position table for `position_ids` (1 or b, n), which may count from 0 instead.
 
         No token has row 0, so that positions from 0, as `DataCollatorWithFlattening` counts them, are no rows.
+
+        Raises:
+            ValueError: They start in between, at a row that no token has.
         """
         if position_ids is None:
             return None
         first = self.config.first_position
         real = position_ids if keep is None else position_ids.masked_fill(~keep, first)
-        return position_ids + (real.amin(-1, keepdim=True) == 0) * first
+        begin = real.amin(-1, keepdim=True)
+        if is_readable(begin) and ((begin > 0) & (begin < first)).any():
+            raise ValueError(f"`position_ids` start at {begin.max()}. Count them from 0, or from {first}.")
+        return position_ids + (begin == 0) * first

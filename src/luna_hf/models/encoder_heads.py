@@ -138,25 +138,33 @@ def cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | i
 
 
 def problem_of(labels: Tensor, config: BoundedMemoryConfig) -> str:
-    """The `problem_type` that labels stand for."""
+    """The `problem_type` that labels stand for.
+
+    One output means regression, integer labels single-label, and float labels multi-label classification.
+    """
     if config.num_labels == 1:
         return "regression"
     return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
 
-def classification_loss(
-    logits: Tensor, labels: Tensor, config: BoundedMemoryConfig, num_items_in_batch: Tensor | int | None = None
-) -> Tensor:
-    """Loss for `config.problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
+@torch.compiler.assume_constant_result
+def kept_problem(config: BoundedMemoryConfig, problem: str) -> str:
+    """`config.problem_type`, set to `problem` if it is `None`; a compiled graph does not depend on the field."""
+    config.problem_type = config.problem_type or problem
+    return config.problem_type
 
-    Without a `problem_type`, one output means regression, integer labels single-label, and float labels multi-label
-    classification. Logits are (b, num_labels), labels (b,), or (b, num_labels) for multi-label classification and
-    regression with several targets.
+
+def classification_loss(
+    logits: Tensor, labels: Tensor, problem: str, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """Loss of a `problem_type`: regression (MSE), single-label (cross-entropy) or multi-label (BCE).
+
+    Logits are (b, num_labels), labels (b,), or (b, num_labels) for multi-label classification and regression with
+    several targets.
 
     Raises:
         ValueError: The shapes of labels and logits do not match, or there is no such `problem_type`.
     """
-    problem = config.problem_type or problem_of(labels, config)
     if problem == "single_label_classification":
         return cross_entropy(logits, labels, num_items_in_batch)
     losses = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
@@ -165,7 +173,7 @@ def classification_loss(
         raise ValueError(f"`problem_type` is {problem!r}, but must be one of {known}.")
     if labels.numel() != logits.numel():
         raise ValueError(
-            f"`labels` have shape {tuple(labels.shape)}, but {problem} with {config.num_labels} outputs needs "
+            f"`labels` have shape {tuple(labels.shape)}, but {problem} with {logits.shape[-1]} outputs needs "
             f"{tuple(logits.shape)}."
         )
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -344,9 +352,12 @@ class SequenceClassificationMixin(EncoderHeadMixin):
 
     def head_loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Compute the loss for `config.problem_type`, which is kept: pipelines decide by it what they show."""
-        loss = classification_loss(logits, labels, self.config, num_items_in_batch)
-        if self.config.problem_type is None and not torch.compiler.is_compiling():
-            self.config.problem_type = problem_of(labels, self.config)
+        if torch.compiler.is_compiling():
+            problem = kept_problem(self.config, problem_of(labels, self.config))
+            return classification_loss(logits, labels, problem, num_items_in_batch)
+        problem = self.config.problem_type or problem_of(labels, self.config)
+        loss = classification_loss(logits, labels, problem, num_items_in_batch)  # raises if the labels do not fit
+        self.config.problem_type = problem
         return loss
 
 

@@ -73,6 +73,11 @@ def token_ranks(keep: Tensor | None, length: int, device: torch.device) -> Tenso
     return (keep.long().cumsum(-1) - 1).clamp(min=0)
 
 
+def leading_padding(keep: Tensor) -> Tensor:
+    """Padding before the first real token of a row, (b, n), from the mask of real tokens (b, n)."""
+    return keep.long().cumsum(-1) == 0
+
+
 def row_lengths(keep: Tensor | None, length: int, device: torch.device) -> Tensor:
     """Number of real tokens of each row, (b, 1) long; (1, 1) if nothing is padded."""
     if keep is None:

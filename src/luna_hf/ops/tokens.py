@@ -76,11 +76,13 @@ def write_to_slots(states: Tensor, slots: Tensor, num_slots: int, keep: Tensor |
 
 
 def first_kept(states: Tensor, keep: Tensor | None) -> Tensor:
-    """State of each row's first real token (`<s>`, even if left-padded): (b, n, d) to (b, d)."""
+    """State of each row's first real token (`<s>`, even if left-padded), or zeros: (b, n, d) to (b, d)."""
     if keep is None:
         return states[:, 0]
     index = keep.int().argmax(-1)  # (b,), the first True
-    return states[torch.arange(states.shape[0], device=states.device), index]
+    found = states[torch.arange(states.shape[0], device=states.device), index]
+    # Padding's state is zero, but not its gradient, which every norm of a zero state enlarges.
+    return found.masked_fill(~keep.any(-1, keepdim=True), 0.0)
 
 
 def masked_mean(states: Tensor, keep: Tensor | None) -> Tensor:
