@@ -152,26 +152,39 @@ def new_model(family, make, **fields):
     return make(FAMILIES[family])(tiny_config_for(family, num_hidden_layers=12, **fields)).double().eval()
 
 
-@pytest.mark.parametrize("kind", ["decoder", "encoder_decoder"])
-def test_new_decoders_learn_the_same_from_padding_on_either_side(model_type, kind):
-    heads = {"decoder": lambda family: family.causal_lm, "encoder_decoder": lambda family: family.seq2seq_lm}
-    model = new_model(model_type, heads[kind], **{f"is_{kind}": True})
+def learned(model, inputs, labels):
+    """The sum of the losses, and its gradients."""
+    model.zero_grad()
+    loss = model(**inputs, labels=labels, num_items_in_batch=1).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def assert_learned(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert_near(one, other, torch.float32, "from the left")  # in which Transformers sums the loss
+
+
+def test_a_new_decoder_learns_the_same_from_padding_on_either_side(model_type):
+    model = new_model(model_type, lambda family: family.causal_lm, is_decoder=True)
     rows, results = [random_ids(1, length, seed=length)[0] for length in LENGTHS[:3]], []
     for side in ("right", "left"):
         ids, mask = pad(rows, 17, side, garbage)
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        if kind == "encoder_decoder":
-            inputs = {"input_ids": random_ids(3, 9), "decoder_input_ids": ids, "decoder_attention_mask": mask}
-        model.zero_grad()
-        labels = ids.masked_fill(mask == 0, -100)
-        loss = model(**inputs, labels=labels).loss
-        loss.backward()
-        results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-        if kind == "decoder":
-            shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-            torch.testing.assert_close(model(**inputs, shift_labels=shifted).loss, loss)
-    for found, expected in zip(*results, strict=True):
-        assert_near(found, expected, torch.float32, "from the left")  # in which Transformers sums the loss
+        inputs, labels = {"input_ids": ids, "attention_mask": mask}, ids.masked_fill(mask == 0, -100)
+        results.append(learned(model, inputs, labels))
+        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        loss = model(**inputs, shift_labels=shifted, num_items_in_batch=1).loss
+        torch.testing.assert_close(loss, results[-1][0])
+    assert_learned(*results)
+
+
+def test_what_follows_unread_padding_teaches_a_new_encoder_decoder_nothing(model_type):
+    model = new_model(model_type, lambda family: family.seq2seq_lm, is_encoder_decoder=True)
+    rows = [random_ids(1, length, seed=length)[0] for length in LENGTHS[:3]]
+    ids, mask = pad(rows, 17, "left", garbage)
+    inputs = {"input_ids": random_ids(3, 9), "decoder_input_ids": ids, "decoder_attention_mask": mask}
+    found, expected = (learned(model, inputs, labels) for labels in (ids, ids.masked_fill(mask == 0, -100)))
+    assert_learned(found[1:], expected[1:])
 
 
 @pytest.mark.parametrize("kind", ["sequence", "choice"])

@@ -16,7 +16,6 @@ from transformers.utils.generic import can_return_tuple
 from ..configuration import BoundedMemoryConfig
 from ..layers.cache import MemoryCache
 from ..ops.attention import linear
-from ..ops.context import leading_padding
 from .base import HeadMixin
 from .encoder_decoder import SOURCE_WORDS, TARGET_WORDS, source_checksum
 from .encoder_heads import cross_entropy
@@ -63,9 +62,8 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
         """Like `Seq2SeqModelMixin.forward`, with a loss.
 
         Args:
-            labels: (b, n) the target's ids, without the start token; -100 is ignored, and so are those at padding
-                to the left of a target. Without `decoder_input_ids` and `decoder_inputs_embeds`, the decoder's inputs
-                are the labels shifted to the right.
+            labels: (b, n) the target's ids, without the start token; -100 is ignored. Without `decoder_input_ids` and
+                `decoder_inputs_embeds`, the decoder's inputs are the labels shifted to the right.
             logits_to_keep: number of final positions to compute logits for, 0 for all; or a tensor of positions.
             num_items_in_batch: number of labels in the whole update; the summed loss is divided by it.
 
@@ -95,8 +93,6 @@ class ConditionalGenerationMixin(GenerationHooks, HeadMixin):
             **kwargs,
         )
         logits = linear(self.lm_head, slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        if labels is not None and decoder_attention_mask is not None and cache is None:
-            labels = labels.masked_fill(leading_padding(decoder_attention_mask != 0), -100)
         loss = None if labels is None else cross_entropy(logits, labels, num_items_in_batch)
         return self.make_output(outputs, loss=loss, logits=logits)
 
