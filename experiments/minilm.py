@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from running import KEPT, RESULTS, read_json, run_alone
+from running import KEPT, RESULTS, joined, read_json, run_alone
 
 # isort: split
 from minilm_contenders import SOURCE_LENGTH, Contender, Reader, in_one_pass, source_ways, switches, without
@@ -133,7 +133,7 @@ def contenders(models: Models, step: str, task: str) -> dict[str, Contender | No
     searches = step == "long" or task in LONGER
     found |= {**source, "BM25": None} if searches else source
     for name, readers in models.readers.items():
-        found[name] = in_one_pass(readers[""], readers[""])
+        found[name] = in_one_pass(readers[""])
         if task in LONGER:
             short = readers[""].cut(SOURCE_LENGTH)
             found[f"{name}, cut at {SOURCE_LENGTH}"] = Contender(readers[""].ids, short, short)
@@ -153,8 +153,8 @@ def shared_contenders(models: Models, source: dict[str, Contender]) -> dict[str,
     """One model's queries with another's documents."""
     found = {}
     for name, readers in models.readers.items():
-        own = in_one_pass(readers[""], readers[""])
-        found[f"{name}, queries of the teacher"] = in_one_pass(readers[""], models.teacher)
+        own, asked = in_one_pass(readers[""]), source["teacher, cut at 256"].queries
+        found[f"{name}, queries of the teacher"] = Contender(own.tokens, asked, own.documents)
         for way in ("teacher, cut at 256", "teacher, mean of windows of 128"):
             found[f"{name}, documents of the {way}"] = Contender(own.tokens, own.queries, source[way].documents)
     return found
@@ -168,7 +168,8 @@ def open_result(options: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     path = options.results / "minilm.json"
     before = read_json(path) if path.is_file() else {"commands": [], "scores": {}, "late": {}}
     result = {**options.header, **{name: value for name, value in before.items() if name not in options.header}}
-    result["versions"] = {**before.get("versions", {}), **options.header["versions"]}
+    for name in ("machine", "versions"):
+        result[name] = joined(head[name] for head in (before, options.header) if name in head)
     result["commands"] += [] if options.header["command"] in result["commands"] else [options.header["command"]]
     options.results.mkdir(parents=True, exist_ok=True)
     return path, result

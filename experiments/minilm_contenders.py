@@ -18,8 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 # Vectors (texts, d) of lists of ids without ends; or (parts, d) of each text, of which the best counts.
 Embed = Callable[[list[list[int]]], Tensor | list[Tensor]]
-# Tokens of the source's longest text, and of its positions.
-SOURCE_LENGTH, _QUERY = 256, 512
+# Tokens of the longest text that the source was made for.
+SOURCE_LENGTH = 256
 # Both of a conversion's parts that reach beyond its window.
 BOTH = "slots and selected tokens"
 
@@ -121,22 +121,25 @@ def similarity(queries: Tensor, documents: Tensor | list[Tensor]) -> Tensor:
 
 
 def source_ways(source: Reader) -> dict[str, Contender]:
-    """The unmodified encoder, cut and on windows, and its word vectors."""
+    """The unmodified encoder, cut and on windows, and its word vectors; all read whole queries, in windows."""
     documents = {"teacher, cut at 256": source.cut(SOURCE_LENGTH), "teacher, cut at 512": source.cut(512)}
     for size in (128, 256):
         documents[f"teacher, mean of windows of {size}"] = source.windows(size)
         documents[f"teacher, best window of {size}"] = source.best_window(size)
-    ways = {name: Contender(source.ids, source.cut(SOURCE_LENGTH), way) for name, way in documents.items()}
+    ways = {name: Contender(source.ids, source.windows(SOURCE_LENGTH), way) for name, way in documents.items()}
     return {**ways, "bag of word vectors": Contender(source.ids, source.bag, source.bag)}
 
 
-def in_one_pass(documents: Reader, queries: Reader) -> Contender:
-    """A conversion that reads a text in one pass; one longer than it takes in equal passes, averaged."""
+def in_one_pass(documents: Reader, queries: Reader | None = None) -> Contender:
+    """A conversion that reads a text in one pass; one longer than it takes in equal passes, averaged.
 
-    def read(texts: list[list[int]]) -> Tensor:
-        return documents.windows(documents.model.config.max_position_embeddings)(texts)
+    Without `queries`, another conversion, it reads queries alike.
+    """
 
-    return Contender(documents.ids, queries.cut(_QUERY), read)
+    def one_pass(reader: Reader) -> Embed:
+        return lambda texts: reader.windows(reader.model.config.max_position_embeddings)(texts)
+
+    return Contender(documents.ids, one_pass(queries or documents), one_pass(documents))
 
 
 def switches(config: PreTrainedConfig) -> list[str]:

@@ -26,7 +26,7 @@ def text(result: dict[str, Any]) -> str:
 
 
 def scores(runs: Runs, is_long: bool) -> str:
-    """A row for each task and a column for each contender; the last row is the mean where a contender has all."""
+    """A row for each task and a column for each contender; the last row of the short ones is the mean."""
     tasks = [name for name, task in TASKS.items() if task.is_long is is_long and any(name == own for own, _ in runs)]
     names = ordered(name for task, name in runs if task in tasks)
     rows = []
@@ -35,8 +35,8 @@ def scores(runs: Runs, is_long: bool) -> str:
         # Where a text is cut, questions without their answer are left out.
         largest = max((found[0] for found in own.values()), key=lambda run: run["rows"][0])
         rows.append([*head(task, largest), *(cell(task, own.get(name, [])) for name in names)])
-    means = [mean(runs, tasks, name) for name in names]
-    rows += [["mean", "", "", "", *means]] if len(tasks) > 1 else []
+    if len(tasks) > 1 and not is_long:  # of the long tasks, one has answers and the others classes
+        rows.append(["mean", "", "", "", *(mean(runs, tasks, name) for name in names)])
     return markdown_table(["", "metric", "training rows x epochs", "guess", *names], rows) if rows else ""
 
 

@@ -217,6 +217,6 @@ TASKS = {
         after="squad",
     ),
     "imdb_512": _IMDB,
-    "imdb_2048": replace(_IMDB, title="IMDB, the same reviews, at 2,048", length=2048, is_long=True),
+    "imdb_2048": replace(_IMDB, title="IMDB, reviews of over 400 tokens, at 2,048", length=2048, is_long=True),
     "contracts": Task("contract types", "classes", contracts, None, None, 3, 4096, is_long=True, batch=8),
 }

@@ -245,8 +245,9 @@ class Card:
         if self.repository:
             return "With the package `luna_hf` imported, `trust_remote_code` is not needed." if self.custom else ""
         load = USAGE[self.kind][1].format(model=self._model(f"USER/{self.name}")).replace("\n", "`, `")
-        without = " luna_hf is not needed then." if self.custom else ""
-        without += " The package `peft` is." if self.is_adapter else ""
+        needed = ["needs `peft`"] if self.is_adapter else []
+        needed += ["does not need luna_hf"] if self.custom else []
+        without = f" This {' but '.join(needed)}." if needed else ""
         return f"The path is the one in a clone of luna_hf. From the Hub: `{load}`.{without}"
 
     def _model(self, repository: str) -> str:

@@ -77,9 +77,22 @@ def test_windows_are_averaged_and_the_best_one_counts(reader):
 
 def test_long_texts_are_read_in_equal_passes(conversion):
     ids = [conversion.ids(TEXTS)[2] * 4]  # 80 tokens; a pass takes 58
-    own = minilm_contenders.in_one_pass(conversion, conversion)
+    own = minilm_contenders.in_one_pass(conversion)
     parts = conversion.read([ids[0][:40], ids[0][40:]])
-    torch.testing.assert_close(own.documents(ids)[0], normalize(parts.mean(0), dim=0))
+    for read in (own.documents, own.queries):
+        torch.testing.assert_close(read(ids)[0], normalize(parts.mean(0), dim=0))
+
+
+def test_every_contender_reads_whole_queries(reader, conversion, monkeypatch):
+    monkeypatch.setattr(minilm_contenders, "SOURCE_LENGTH", 8)
+    models = SimpleNamespace(teacher=reader, readers={"abc": {"": conversion, "untrained": conversion}})
+    ids = reader.ids(TEXTS)
+    for step, task in (("long", "race"), ("shared", "race")):
+        for name, contender in minilm.contenders(models, step, task).items():
+            is_source = name.startswith("teacher") or name.endswith("of the teacher")
+            if contender is not None and name != "bag of word vectors":
+                whole = reader.windows(8)(ids) if is_source else conversion.windows(60)(ids)
+                torch.testing.assert_close(contender.queries(ids), whole)
 
 
 def test_long_answers_are_also_cut_where_the_source_cuts_them(reader, conversion, monkeypatch):
