@@ -284,8 +284,8 @@ class FinetuneTrainer(FiniteTraining, Trainer):
         """The labels of an update. The Trainer leaves out those of -100, which is a number like any other here."""
         if self.problem_type == SINGLE_LABEL:
             return super()._get_num_items_in_batch(batch_samples, device)
-        finite = [{"labels": torch.zeros_like(batch["labels"])} for batch in batch_samples]
-        return super()._get_num_items_in_batch(finite, device)
+        counted = [{"labels": torch.zeros_like(batch["labels"])} for batch in batch_samples]
+        return super()._get_num_items_in_batch(counted, device)
 
     def _metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """`scores`, which are defined for finite numbers only."""
