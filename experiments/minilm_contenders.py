@@ -14,7 +14,9 @@ from scipy.sparse import csr_array
 from teacher_scores import Encoder
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import BaseModelOutput
 
 # Vectors (texts, d) of lists of ids without ends; or (parts, d) of each text, of which the best counts.
 Embed = Callable[[list[list[int]]], Tensor | list[Tensor]]
@@ -155,6 +157,38 @@ def without(model: PreTrainedModel, part: str) -> PreTrainedModel:
         model.register_forward_pre_hook(lambda _, words, own: (words, {**own, "read_slots": False}), with_kwargs=True)
     if part in ("selected tokens", BOTH):
         model.config.num_selected_tokens = model.config.softmax_length = 0
+    return model
+
+
+def in_windows(model: PreTrainedModel, size: int) -> PreTrainedModel:
+    """The same encoder, reading texts of any length in the fewest windows of at most `size` tokens.
+
+    Each window has the text's first token (of a pair, its whole first text), a part of the rest, and the last token.
+    The parts are equally long, up to a token. A head gets the states of the whole text, side by side: it finds an
+    answer in any window, and pools all of them.
+    """
+    whole = model.forward
+
+    def forward(
+        input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor, *_: None, **keywords: Any
+    ) -> BaseModelOutput:
+        rows, places = [], []
+        window, place = torch.zeros_like(input_ids), torch.zeros_like(input_ids)  # where the state of each token is
+        for row, count in enumerate(attention_mask.sum(-1).tolist()):
+            types = token_type_ids[row, :count]
+            first = int((types == 0).sum()) if types.any() else 1
+            rest = torch.arange(first, count - 1)
+            for part in rest.tensor_split(max(1, math.ceil(len(rest) / (size - first - 1)))):
+                own = torch.cat([torch.arange(first), part, torch.tensor([count - 1])])
+                window[row, own], place[row, own] = len(rows), torch.arange(len(own))
+                rows.append(row)
+                places.append(own)
+        keep = pad_sequence([torch.ones_like(own) for own in places], batch_first=True)
+        at = torch.tensor(rows)[:, None], pad_sequence(places, batch_first=True)
+        outputs = whole(input_ids[at], attention_mask=keep, token_type_ids=token_type_ids[at], **keywords)
+        return BaseModelOutput(last_hidden_state=outputs.last_hidden_state[window, place])
+
+    model.forward = forward
     return model
 
 

@@ -5,8 +5,9 @@
     python experiments/minilm_finetune.py report
 
 `run` finetunes each contender for each task with each seed, and scores it. Contenders are the source with its own
-softmax attention ("teacher", which reads at most 512 tokens), the folders of `--models`, and for long tasks each of
-them "untrained" and without its "slots", its "selected tokens" or both: they read short texts as the source does. `mlm`
+softmax attention ("teacher", which reads at most 512 tokens) and the folders of `--models`. For long tasks there are
+also the source on windows of 256 tokens, and each folder "untrained" and without its "slots", its "selected tokens" or
+both: these read short texts as the source does. `mlm`
 trains a masked-LM head for the folders. A run has a folder in `--runs` with its scores (`run.json`) and its adapter of
 PEFT; finished runs are kept, and an interrupted one continues from its last checkpoint. `report` collects the runs in
 `--runs` and writes the tables; runs that it has collected before may be gone.
@@ -29,7 +30,7 @@ from running import KEPT, RESULTS, joined, read_json, run_alone
 import minilm_finetune_mlm as mlm
 import peft
 from minilm import TEACHER, label, recipe_model
-from minilm_contenders import switches, without
+from minilm_contenders import SOURCE_LENGTH, in_windows, switches, without
 from minilm_finetune_kinds import KINDS
 from minilm_finetune_report import text
 from minilm_finetune_tasks import TASKS, sampled
@@ -52,6 +53,7 @@ from luna_hf.scripting import (
 from luna_hf.warm_start import warm_start
 
 SCRIPT = "experiments/minilm_finetune.py"
+WINDOWS = f"teacher, windows of {SOURCE_LENGTH}"
 MLM_RATE, MLM_RANK, MLM_BATCH = 1e-3, 32, 16
 # Tokens of training between checkpoints.
 SAVED = 50_000
@@ -97,6 +99,8 @@ def contenders(options: argparse.Namespace, task: str) -> dict[str, Load]:
     """
     found: dict[str, Load] = {} if task == "mlm" else {"teacher": partial(teacher, options.teacher)}
     is_long, after = (TASKS[task].is_long, TASKS[task].after) if task in TASKS else (False, "")
+    if is_long:
+        found[WINDOWS] = partial(teacher_in_windows, options.teacher)
     for folder in options.models:
         if folder.name in found:
             raise UserError(f"Two folders are named {folder.name}. Rename one: the name stands in the results.")
@@ -115,6 +119,13 @@ def teacher(source: str, head: str, fields: dict[str, Any]) -> PreTrainedModel:
     """The source with its own softmax attention, and the same head as the conversions."""
     own = FAMILIES[AbcConfig.model_type].model(head)
     return warm_start(own, source, memory_control="full", **fields)[0]
+
+
+def teacher_in_windows(source: str, head: str, fields: dict[str, Any]) -> PreTrainedModel:
+    """The same on windows, whose states the head reads side by side."""
+    model = teacher(source, head, fields)
+    in_windows(model.base_model, SOURCE_LENGTH)
+    return model
 
 
 def conversion(folder: Path, head: str, fields: dict[str, Any]) -> PreTrainedModel:
@@ -217,7 +228,8 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     most = {"train": options.rows or task.train, "test": task.test}
     rows, test = (sampled(task.read(options.data, split, tokenizer), count) for split, count in most.items())
     model = fresh(run, kind_class.head, kind_class(task, tokenizer, task.length).fields(rows))
-    kind = kind_class(task, tokenizer, min(task.length, model.config.max_position_embeddings))
+    reach = task.length if run.contender == WINDOWS else model.config.max_position_embeddings
+    kind = kind_class(task, tokenizer, min(task.length, reach))
     features = list(filter(kind.can_teach, map(kind.encode, rows)))
     lengths = [kind.size(one) for one in features]
     features = [{name: one[name] for name in kind.columns} for one in features]

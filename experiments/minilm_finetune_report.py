@@ -43,7 +43,7 @@ def scores(runs: Runs, is_long: bool) -> str:
 def ordered(names: Iterable[str]) -> list[str]:
     """Contenders: the teacher first, then each conversion before its own variants."""
     found = list(dict.fromkeys(names))
-    return sorted(found, key=lambda name: (name != "teacher", name.partition(", ")[0], name))
+    return sorted(found, key=lambda name: (name.partition(", ")[0] != "teacher", name))
 
 
 def head(task: str, run: dict[str, Any]) -> list[str]:

@@ -25,6 +25,7 @@ from common.hub import push_folder, reserve_repository
 from helpers import ROOT, refused, run_python
 from hub_stub import HubStub
 from minilm import recipe_model
+from minilm_contenders import in_windows
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from pyarrow import Table, parquet
 from safetensors.torch import load_file
@@ -114,6 +115,29 @@ def test_a_paragraph_is_hidden_in_its_article(monkeypatch):
         assert sorted(found["context"].split("\n")) == ["every token", "reads", "sequence", "the packed"]
         start = found["answers"]["answer_start"][0]
         assert found["context"][start : start + 6] == "packed"
+
+
+# ---- the source on windows ----
+
+
+def test_windows_repeat_the_question_and_are_read_alone(source, tokenizer):
+    whole = AbcModel.from_pretrained_encoder(source, memory_control="full").eval()
+    model = in_windows(AbcModel.from_pretrained_encoder(source, memory_control="full").eval(), 8)
+    rest = (WORDS * 2)[3:14]
+    batch = tokenizer(["every token", WORDS[0]], [" ".join(rest), WORDS[1]], padding=True, return_tensors="pt")
+    states = model(**batch).last_hidden_state
+    place = 4  # after the question's two words and its ends
+    for part in np.array_split(rest, 4):  # eight tokens are the question, three words and an end
+        alone = whole(**tokenizer("every token", " ".join(part), return_tensors="pt")).last_hidden_state[0]
+        torch.testing.assert_close(states[0, place : place + len(part)], alone[4:-1])
+        place += len(part)
+    torch.testing.assert_close(states[0, place], alone[-1])
+    short = whole(**tokenizer(WORDS[0], WORDS[1], return_tensors="pt")).last_hidden_state[0]
+    torch.testing.assert_close(states[1, : len(short)], short)
+    single = tokenizer(" ".join(rest), return_tensors="pt")
+    found = model(**single).last_hidden_state[0, 1:-1]
+    parts = [tokenizer(" ".join(part), return_tensors="pt") for part in np.array_split(rest, 2)]
+    torch.testing.assert_close(found, torch.cat([whole(**part).last_hidden_state[0, 1:-1] for part in parts]))
 
 
 # ---- training ----
@@ -213,6 +237,7 @@ def finished(folder):
 def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(mlm, "LENGTH", 32)
     monkeypatch.setattr(mlm, "SHORT", 16)
+    monkeypatch.setattr(minilm_finetune, "SOURCE_LENGTH", 40)
     write_tasks(tmp_path / "data")
     kinds = ["sst2", "stsb", "csqa", "wnut17", "squad", "mlm"]
     assert run(source, conversion, tmp_path, "--contenders", "tiny", "--tasks", *kinds) == 0
@@ -221,10 +246,11 @@ def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_p
     parts = ["tiny", "tiny, untrained", "tiny, without slots", "tiny, without selected tokens"]
     parts.append("tiny, without slots and selected tokens")
     assert found.keys() == {(name, "tiny", 0) for name in kinds} | {
-        ("contracts", name, 1) for name in ["teacher", *parts]
+        ("contracts", name, 1) for name in ["teacher", minilm_finetune.WINDOWS, *parts]
     }
-    # The teacher has 40 positions, the conversion 120.
-    assert [found["contracts", name, 1]["longest"] for name in ("teacher", "tiny")] == [40, 120]
+    # The teacher has 40 positions, the conversion 120; a contract has 134 tokens.
+    names = ("teacher", minilm_finetune.WINDOWS, "tiny")
+    assert [found["contracts", name, 1]["longest"] for name in names] == [40, 134, 120]
     precisions = {one["task"]: one["precision"] for one in found.values()}
     assert precisions == {**dict.fromkeys(kinds, "float32"), "contracts": "bfloat16"}
     assert not [*tmp_path.glob("runs/*/*/*/checkpoint-*")]
