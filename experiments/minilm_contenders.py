@@ -185,7 +185,8 @@ def in_windows(model: PreTrainedModel, size: int) -> PreTrainedModel:
                 places.append(own)
         keep = pad_sequence([torch.ones_like(own) for own in places], batch_first=True)
         at = torch.tensor(rows)[:, None], pad_sequence(places, batch_first=True)
-        outputs = whole(input_ids[at], attention_mask=keep, token_type_ids=token_type_ids[at], **keywords)
+        ids = input_ids[at].masked_fill(keep == 0, model.config.pad_token_id)
+        outputs = whole(ids, attention_mask=keep, token_type_ids=token_type_ids[at], **keywords)
         return BaseModelOutput(last_hidden_state=outputs.last_hidden_state[window, place])
 
     model.forward = forward

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from minilm_finetune_tasks import TASKS
+from tasks.metrics import TITLES
 
 from luna_hf.scripting import markdown_table
 
-_METRICS = {"matthews_correlation": "Matthews' correlation", "spearmanr": "Spearman's correlation", "f1": "F1"}
 Runs = dict[tuple[str, str], list[dict[str, Any]]]  # of every seed, by task and contender
 
 
@@ -50,7 +50,7 @@ def head(task: str, run: dict[str, Any]) -> list[str]:
     """What stands before the scores of a task."""
     guess, metric = run["baseline"], TASKS[task].metric
     rows = f"{run['rows'][0]:,} x {run['epochs']}"
-    return [TASKS[task].title, _METRICS.get(metric, metric), rows, "-" if guess is None else f"{guess:.1f}"]
+    return [TASKS[task].title, TITLES.get(metric, metric), rows, "-" if guess is None else f"{guess:.1f}"]
 
 
 def values(task: str, runs: Sequence[dict[str, Any]]) -> list[float]:

@@ -26,11 +26,13 @@ import adapters
 import index
 from catalogue import Zoo, named
 from common import cards
+from common.machine import plural
 from common.models import longest_input
 from engine.card import PLOT
 from golden import KINDS
 from huggingface_hub import EvalResult
 from ship import renew_code
+from tasks.metrics import TITLES
 from transformers import AutoConfig
 
 from luna_hf import FAMILIES
@@ -281,11 +283,12 @@ class Card:
         return [format(metrics[f"held_out_{key}"], format_) for key, format_ in self.shown.values()]
 
     def _cosines(self) -> str:
-        """How close a converted model is to its source."""
-        lines = [[f"{int(length):,}", f"{value:.4f}"] for length, value in self.metrics.get("cosine", {}).items()]
-        if not lines:
+        """How close a converted model is to its source, before and after its training."""
+        if not (after := self.metrics.get("cosine", {})):
             return ""
-        found = table(["tokens", "mean cosine to the source"], lines)
+        before = self.checkpoint.stages[0].log[0]["cosine"]
+        lines = [[f"{int(length):,}", f"{before[length]:.4f}", f"{value:.4f}"] for length, value in after.items()]
+        found = table(["tokens", "mean cosine to the source, before training", "after training"], lines)
         if recipe := self.checkpoint.stages[-1].recipe:
             sizes = ", ".join(map(str, recipe["teacher_windows"]))
             found += (
@@ -314,10 +317,18 @@ class Card:
             if any((name, *key) in scores for key in own)
         ]
         titles = {row["task"]: row.get("title", row["task"]) for row in rows}
-        lines = [[titles[key[0]], key[1], *(_spread(scores.get((name, *key), [])) for name in models)] for key in own]
-        scores_table = table(["finetuned on", "metric", *(f"`{name}`" for name in models)], lines)
-        note = " The teacher is the source of the conversion, finetuned alike." if "teacher" in models else ""
-        return f"{scores_table}\n\nMean over the seeds of finetuning, and their standard deviation.{note}"
+        most = max(len(scores.get((name, *key), [])) for name in models for key in own)
+        lines = []
+        for task, metric, split in own:
+            values = (scores.get((name, task, metric, split), []) for name in models)
+            lines.append([titles[task], TITLES.get(metric, metric), *(_spread(each, most) for each in values)])
+        found = table(["finetuned on", "metric", *(f"`{name}`" for name in models)], lines)
+        has_fewer = any("(" in cell for line in lines for cell in line[2:])
+        fewer = ", or over the number in brackets" if has_fewer else ""
+        found += f"\n\nMean and standard deviation over {plural(most, 'seed')} of finetuning{fewer}."
+        if "teacher" in models:
+            found += " The teacher is the source of the conversion, finetuned alike; it has 512 positions."
+        return found
 
     def _samples(self) -> str:
         """The most probable tokens at a mask, or a continuation, as `golden.json` has them."""
@@ -376,11 +387,12 @@ class Card:
         return "\n".join([*commands, f"python model_cards/ship.py {self.name} {outputs}"])
 
 
-def _spread(values: list[float]) -> str:
-    """Their mean and standard deviation."""
-    if len(values) < 2:
-        return "".join(f"{value:.3f}" for value in values)
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+def _spread(values: list[float], most: int) -> str:
+    """Their mean and standard deviation, and how many they are if not `most`."""
+    if not values:
+        return ""
+    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{spread}" + (f" ({len(values)})" if len(values) < most else "")
 
 
 def main(words: Sequence[str] | None = None) -> int:

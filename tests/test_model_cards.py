@@ -215,7 +215,7 @@ def test_figures_are_those_of_the_runs(zoo):
     assert f"| this model | {own['held_out_loss']:.3f} | {own['held_out_accuracy']:.1%} |" in card
     assert f"| `tiny-roberta` | {twin['held_out_loss']:.3f} | {twin['held_out_accuracy']:.1%} |" in card
     assert f"| unigram baseline | {own['unigram_loss']:.3f} |" in card
-    assert "| sst2 | accuracy | 0.750 ± 0.250 | 0.250 | 0.500 |" in card
+    assert "| sst2 | accuracy | 0.750 ± 0.250 | 0.250 (1) | 0.500 (1) |" in card and "the number in brackets" in card
     assert f"| all |  | 6 | {2 * own['seen_tokens']:,} |" in card
     value = math.exp(zoo.checkpoint("tiny-luna").golden["cases"][0]["values"][0][0])
     assert f"{value:.0%}" in card and own["hardware"] in card
@@ -231,8 +231,9 @@ def test_a_finetuned_model_has_its_own_score_in_the_header_and_all_seeds_in_the_
 
 
 def test_a_conversion_has_its_cosines(zoo):
-    card, metrics = build.Card(zoo, "tiny-converted").text(), zoo.checkpoint("tiny-converted").metrics
-    assert f"| 128 | {metrics['cosine']['128']:.4f} |" in card and "`convert.py`" in card
+    card, stage = build.Card(zoo, "tiny-converted").text(), zoo.checkpoint("tiny-converted").stages[-1]
+    before, after = stage.log[0]["cosine"]["128"], stage.metrics["cosine"]["128"]
+    assert before != after and f"| 128 | {before:.4f} | {after:.4f} |" in card and "`convert.py`" in card
 
 
 def test_cards_without_scores_and_with_a_twin_that_is_not_shipped(zoo, tmp_path):

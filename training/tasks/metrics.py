@@ -35,6 +35,9 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "mse": mean_squared_error,
 }
 
+# What tables call them, where their names do not say it.
+TITLES = {"f1": "F1", "matthews_correlation": "Matthews' correlation", "spearmanr": "Spearman's correlation"}
+
 
 class Scores(evaluate.Metric):
     """Some of `METRICS` as one metric of `evaluate`, which works offline.
