@@ -331,17 +331,21 @@ def report(options: argparse.Namespace) -> None:
 
 
 def rows_of_cards(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the cards show: a task's metric for every seed of the teacher, of its windows and of each conversion."""
+    """What the cards show: a task's metric for every seed of a contender.
+
+    Beside a conversion they show the baselines: the teacher, its windows, and conversions without selected tokens.
+    """
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in runs:
-        if run["task"] in TASKS and (run["contender"] == WINDOWS or ", " not in run["contender"]):
+        if run["task"] in TASKS:
             found.setdefault((run["contender"], run["task"]), []).append(run)
     rows = []
     for (name, task), own in found.items():
         kind = TASKS[task]
         values = [run["scores"][kind.metric] / 100 for run in own]
         row = {"model": name, "task": task, "title": kind.title, "metric": kind.metric, "split": kind.split}
-        rows.append({**row, "values": values, "baseline": name in ("teacher", WINDOWS)})
+        is_baseline = name in ("teacher", WINDOWS) or name.endswith(", without selected tokens")
+        rows.append({**row, "values": values, "baseline": is_baseline})
     return rows
 
 

@@ -304,7 +304,7 @@ class Card:
 
     def _scores(self) -> str:
         """Scores over the seeds of finetuning: of this model (or its base), the twin and the baselines."""
-        model = self.entry.base if self.entry.task else self.name
+        model = self.metrics.get("contender", self.entry.base) if self.entry.task else self.name
         rows = self.zoo.rows_with(model)
         scores = {(row["model"], row["task"], row["metric"], row["split"]): row["values"] for row in rows}
         own = [key for name, *key in scores if name == model and self.entry.task in ("", key[0])]
@@ -372,10 +372,10 @@ class Card:
         """The commands that train and ship the model again."""
         folder, commands = f"checkpoints/{self.name}", []
         if self.is_adapter:
-            task, seed, base = self.metrics["task"], self.metrics["seed"], self.entry.base
-            words = f"--data data --models checkpoints/{base} --contenders {base} --tasks {task} --seeds {seed}"
-            words += " --bf16" if self.metrics.get("precision") == "bfloat16" else ""
-            run = f"outputs/minilm-finetune/{task}/{base}/seed-{seed}"
+            task, seed, name = (self.metrics[key] for key in ("task", "seed", "contender"))
+            words = f'--data data --models checkpoints/{self.entry.base} --contenders "{name}" --tasks {task}'
+            words += f" --seeds {seed}" + (" --bf16" if self.metrics.get("precision") == "bfloat16" else "")
+            run = f"outputs/minilm-finetune/{task}/{name.replace(', ', '-').replace(' ', '-')}/seed-{seed}"
             return f"python experiments/minilm_finetune.py run {words}\npython model_cards/ship.py {self.name} {run}"
         count = len(self.checkpoint.stages)
         for number, stage in enumerate(self.checkpoint.stages, 1):

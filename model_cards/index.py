@@ -14,9 +14,9 @@ HEAD = """\
 
 Each folder loads with the Auto classes and pipelines of Transformers, once `luna_hf` is imported, or with
 `trust_remote_code=True`. Adapters need the package `peft`, and find their base beside them (in `CrossEncoder` and
-`SparseEncoder` only from the root of the repository). The cards say how each was made, what it scores, and what it
-cannot do. The score of a conversion is the mean cosine between its vectors and its source's, for the longest texts
-that the source reads whole.
+`SparseEncoder` only from the root of the repository; `CrossEncoder` also needs `num_labels`). The cards say how each
+was made, what it scores, and what it cannot do. The score of a conversion is the mean cosine between its vectors and
+its source's, for the longest texts that the source reads whole.
 
 """
 

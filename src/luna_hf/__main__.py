@@ -12,7 +12,16 @@ from . import FAMILIES, __version__
 from .ops.dispatch import SLOW_CPU_DTYPES
 from .scripting import Parser, UserError, cpu_name, run_script
 
-_PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "datasets", "flash-attn")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "accelerate",
+    "datasets",
+    "sentence-transformers",
+    "peft",
+    "flash-attn",
+)
 # torch's queries for instructions on x86; on Arm only oneDNN knows.
 _BF16_INSTRUCTIONS = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
 
