@@ -376,7 +376,9 @@ class Card:
             words = f'--data data --models checkpoints/{self.entry.base} --contenders "{name}" --tasks {task}'
             words += f" --seeds {seed}" + (" --bf16" if self.metrics.get("precision") == "bfloat16" else "")
             run = f"outputs/minilm-finetune/{task}/{name.replace(', ', '-').replace(' ', '-')}/seed-{seed}"
-            return f"python experiments/minilm_finetune.py run {words}\npython model_cards/ship.py {self.name} {run}"
+            commands = [self.entry.command] if self.entry.command else []
+            commands.append(f"python experiments/minilm_finetune.py run {words}")
+            return "\n".join([*commands, f"python model_cards/ship.py {self.name} {run}"])
         count = len(self.checkpoint.stages)
         for number, stage in enumerate(self.checkpoint.stages, 1):
             if stage.recipe:

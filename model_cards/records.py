@@ -110,7 +110,8 @@ def _adapter(folder: Path, figures: dict[str, Any]) -> Stage:
 
 
 def _scored(figures: dict[str, Any]) -> dict[str, Any]:
-    return {"scores": {figures["split"]: {name: value / 100 for name, value in figures["scores"].items()}}}
+    scores = {name: value / 100 for name, value in figures["scores"].items() if not name.startswith("f1_")}  # parts
+    return {"scores": {figures["split"]: scores}}
 
 
 def _held_out(figures: dict[str, Any]) -> dict[str, Any]:
