@@ -374,6 +374,17 @@ def test_an_adapter_is_a_checkpoint_like_others(clone, name, monkeypatch, capsys
     assert not build.is_stale(clone, name)
 
 
+@pytest.mark.parametrize("name", ["luna-minilm-en-4096-imdb", "luna-minilm-en-4096-squad"])
+def test_an_adapter_of_a_variant_reads_as_it_was_trained(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    model, _ = golden.load(ROOT / "checkpoints" / name)
+    assert model.config.num_selected_tokens == model.config.softmax_length == 0
+    assert AutoConfig.from_pretrained("checkpoints/luna-minilm-en-4096").num_selected_tokens == 128
+    command = build.Card(Zoo(), name).repeat()
+    assert '--contenders "luna-minilm-en-4096, without selected tokens"' in command
+    assert "/luna-minilm-en-4096-without-selected-tokens/seed-" in command
+
+
 def test_labels_are_the_adapters_wherever_it_is_loaded_from(clone, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # not the clone
     folder = clone.checkpoint("tiny-wnut17").folder
