@@ -165,7 +165,8 @@ def in_windows(model: PreTrainedModel, size: int) -> PreTrainedModel:
 
     Each window has the text's first token (of a pair, its whole first text), a part of the rest, and the last token.
     The parts are equally long, up to a token. A head gets the states of the whole text, side by side: it finds an
-    answer in any window, and pools all of them.
+    answer in any window, and pools all of them; what is in each window has the state of the last one. Inputs are
+    padded on the right and have `token_type_ids`; a first text leaves room for others.
     """
     whole = model.forward
 

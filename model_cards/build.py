@@ -286,8 +286,11 @@ class Card:
         """How close a converted model is to its source, before and after its training."""
         if not (after := self.metrics.get("cosine", {})):
             return ""
-        before = self.checkpoint.stages[0].log[0]["cosine"]
-        lines = [[f"{int(length):,}", f"{before[length]:.4f}", f"{value:.4f}"] for length, value in after.items()]
+        logs = (row for stage in self.checkpoint.stages for row in stage.log if "cosine" in row and row["step"] == 0)
+        before = next(logs, {}).get("cosine", {})
+        lines = []
+        for length, value in after.items():
+            lines.append([f"{int(length):,}", f"{before[length]:.4f}" if length in before else "", f"{value:.4f}"])
         found = table(["tokens", "mean cosine to the source, before training", "after training"], lines)
         if recipe := self.checkpoint.stages[-1].recipe:
             sizes = ", ".join(map(str, recipe["teacher_windows"]))
@@ -313,7 +316,7 @@ class Card:
         baselines = [row["model"] for row in rows if row.get("baseline")]
         models = [
             name
-            for name in dict.fromkeys([model, self.entry.twin, *baselines])
+            for name in dict.fromkeys([model, self.entry.base if self.entry.task else "", self.entry.twin, *baselines])
             if any((name, *key) in scores for key in own)
         ]
         titles = {row["task"]: row.get("title", row["task"]) for row in rows}
@@ -327,7 +330,9 @@ class Card:
         fewer = ", or over the number in brackets" if has_fewer else ""
         found += f"\n\nMean and standard deviation over {plural(most, 'seed')} of finetuning{fewer}."
         if "teacher" in models:
-            found += " The teacher is the source of the conversion, finetuned alike; it has 512 positions."
+            found += (
+                " The teacher is the source of the conversion, finetuned alike on the first 512 tokens, or on windows."
+            )
         return found
 
     def _samples(self) -> str:
@@ -372,7 +377,7 @@ class Card:
         """The commands that train and ship the model again."""
         folder, commands = f"checkpoints/{self.name}", []
         if self.is_adapter:
-            task, seed, name = (self.metrics[key] for key in ("task", "seed", "contender"))
+            task, seed, name = (self.metrics.get(key, self.entry.base) for key in ("task", "seed", "contender"))
             words = f'--data data --models checkpoints/{self.entry.base} --contenders "{name}" --tasks {task}'
             words += f" --seeds {seed}" + (" --bf16" if self.metrics.get("precision") == "bfloat16" else "")
             run = f"outputs/minilm-finetune/{task}/{name.replace(', ', '-').replace(' ', '-')}/seed-{seed}"

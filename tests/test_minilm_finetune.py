@@ -380,6 +380,8 @@ def test_an_adapter_of_a_variant_reads_as_it_was_trained(name, monkeypatch):
     model, _ = golden.load(ROOT / "checkpoints" / name)
     assert model.config.num_selected_tokens == model.config.softmax_length == 0
     assert AutoConfig.from_pretrained("checkpoints/luna-minilm-en-4096").num_selected_tokens == 128
+    with refused("softmax_length"):
+        AutoModel.from_pretrained("checkpoints/luna-minilm-en-4096", num_selected_tokens=0)
     command = build.Card(Zoo(), name).repeat()
     assert '--contenders "luna-minilm-en-4096, without selected tokens"' in command
     assert "/luna-minilm-en-4096-without-selected-tokens/seed-" in command

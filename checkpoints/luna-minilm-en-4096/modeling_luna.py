@@ -2638,6 +2638,7 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
                 f"{type(self).__name__} has no cross-attention (`add_cross_attention=True`). Use the family's "
                 "encoder-decoder (`...ForConditionalGeneration`), or another decoder."
             )
+        config.validate_values()  # a field that `from_pretrained` changed
         super().__init__(config, *args, **kwargs)
 
     @classmethod
