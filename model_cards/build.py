@@ -302,7 +302,7 @@ class Card:
 
     def _own_scores(self) -> str:
         """The scores of this very run."""
-        lines = [[split, metric, f"{value:.4f}"] for split, metric, value in self.own_scores]
+        lines = [[split, TITLES.get(metric, metric), f"{value:.4f}"] for split, metric, value in self.own_scores]
         return table(["split", "metric", "this checkpoint"], lines) if lines else ""
 
     def _scores(self) -> str:
@@ -330,9 +330,7 @@ class Card:
         fewer = ", or over the number in brackets" if has_fewer else ""
         found += f"\n\nMean and standard deviation over {plural(most, 'seed')} of finetuning{fewer}."
         if "teacher" in models:
-            found += (
-                " The teacher is the source of the conversion, finetuned alike on the first 512 tokens, or on windows."
-            )
+            found += " The teacher is the source of the conversion, finetuned alike on 512 tokens or on windows."
         return found
 
     def _samples(self) -> str:
