@@ -7,10 +7,9 @@
 `run` finetunes each contender for each task with each seed, and scores it. Contenders are the source with its own
 softmax attention ("teacher", which reads at most 512 tokens) and the folders of `--models`. For long tasks there are
 also the source on windows of 256 tokens, and each folder "untrained" and without its "slots", its "selected tokens" or
-both: these read short texts as the source does. `mlm`
-trains a masked-LM head for the folders. A run has a folder in `--runs` with its scores (`run.json`) and its adapter of
-PEFT; finished runs are kept, and an interrupted one continues from its last checkpoint. `report` collects the runs in
-`--runs` and writes the tables; runs that it has collected before may be gone.
+both. `mlm` trains a masked-LM head for the folders. A run has a folder in `--runs` with its scores (`run.json`) and its
+adapter of PEFT; finished runs are kept, and an interrupted one continues from its last checkpoint. `report` collects
+the runs in `--runs` and writes the tables; runs that it has collected before may be gone.
 
 `squad_long` starts from the finished run of `squad`, so it has no "untrained".
 """

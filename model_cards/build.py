@@ -375,7 +375,8 @@ class Card:
         """The commands that train and ship the model again."""
         folder, commands = f"checkpoints/{self.name}", []
         if self.is_adapter:
-            task, seed, name = (self.metrics.get(key, self.entry.base) for key in ("task", "seed", "contender"))
+            task, seed = self.metrics["task"], self.metrics["seed"]
+            name = self.metrics.get("contender", self.entry.base)
             words = f'--data data --models checkpoints/{self.entry.base} --contenders "{name}" --tasks {task}'
             words += f" --seeds {seed}" + (" --bf16" if self.metrics.get("precision") == "bfloat16" else "")
             run = f"outputs/minilm-finetune/{task}/{name.replace(', ', '-').replace(' ', '-')}/seed-{seed}"
