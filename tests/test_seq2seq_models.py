@@ -284,6 +284,10 @@ def test_resized_vocabulary(family, tmp_path):
         assert torch.equal(FAMILIES[family].seq2seq_lm.from_pretrained(tmp_path)(**source, **target).logits, logits)
     with refused("resize_token_embeddings"):
         model.resize_decoder_token_embeddings(131)
+    changed = copy.deepcopy(model.config)
+    changed.vocab_size = 140
+    logits = FAMILIES[family].seq2seq_lm(changed).eval()(**source, **target).logits
+    assert logits.shape[-1] == changed.decoder_vocab_size == 140
 
 
 @pytest.mark.parametrize("tied", [True, False])

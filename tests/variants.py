@@ -171,7 +171,7 @@ LUNA = Variants(
         "PreNorm": LibraryVariant(
             {"dynamic_projection": False, "tie_kv": False, "classifier_pooling": "packed_attention"}, opposite=True
         ),
-        "Mixed": LibraryVariant({"local_window": 3}, num_keys=7, maps_are_copies=True),
+        "Mixed": LibraryVariant({"local_window": 3, "global_tokens": "none"}, num_keys=7, maps_are_copies=True),
     },
     library_causal={
         "Default": LibraryVariant(),
@@ -250,7 +250,7 @@ ABC = Variants(
         ),
         "Full": LibraryVariant({"memory_control": "full"}, num_keys=9),
         "SlidingWindow": LibraryVariant({"memory_control": "sliding_window"}, maps_are_copies=True),
-        "Mixed": LibraryVariant({"local_window": 3}, num_keys=7, maps_are_copies=True),
+        "Mixed": LibraryVariant({"local_window": 3, "global_tokens": "none"}, num_keys=7, maps_are_copies=True),
     },
     library_causal={
         "Default": LibraryVariant(),

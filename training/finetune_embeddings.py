@@ -52,11 +52,10 @@ from tasks.plan import (
 )
 from tasks.trainer import Clock, Diverged, FiniteTraining, Sealing, find_checkpoint, remove_checkpoints, seconds, train
 from transformers import AutoModel
-from transformers.utils import logging
 
 from luna_hf.convert.card import KINDS, usage
 from luna_hf.markdown import code, table
-from luna_hf.scripting import UserError, describe_run, locked, portable, run_script, write_json, write_text
+from luna_hf.scripting import UserError, describe_run, locked, portable, quiet, run_script, write_json, write_text
 from luna_hf.warm_start.sentence_folder import find_transformer
 
 SCRIPT, RESULT = "training/finetune_embeddings.py", "metrics.json"
@@ -173,8 +172,8 @@ def load(arguments: EmbeddingArguments, training: TrainingArguments) -> Sentence
     if (arguments.max_length or 0) > (longest := longest_input(model.config)):
         raise UserError(f"--max_length is {arguments.max_length}, but {name} takes at most {longest} tokens.")
     print("\n".join(f"- {note}" for note in notes))
-    logging.set_verbosity_error()  # the notes replace the report of unused weights
-    encoder = load_sentences(name, model_kwargs={"dtype": torch.float32})
+    with quiet():  # the notes replace the report of unused weights
+        encoder = load_sentences(name, model_kwargs={"dtype": torch.float32})
     encoder.similarity_fn_name = "cosine"  # which the loss trains
     encoder.max_seq_length = min(arguments.max_length or encoder.max_seq_length or longest, longest)
     print(f"- Texts are cut at {encoder.max_seq_length:,} tokens; the model takes {longest:,}.")

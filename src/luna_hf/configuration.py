@@ -138,7 +138,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
         source_is_causal: encoder-decoders only: whether the encoder is causal, too, and each target token reads the
             source tokens that have been written before it, for simultaneous translation (LeaPformer, section 4.3).
             Cross-attention then also reads a `local_window`, of the latest source tokens.
-        decoder_vocab_size: encoder-decoders only: vocabulary size of the target; defaults to `vocab_size`.
+        decoder_vocab_size: encoder-decoders only: vocabulary size of the target; defaults to `vocab_size`, and follows
+            it if they share embeddings.
         share_encoder_decoder_embeddings: encoder-decoders only: whether source and target share one token embedding,
             which needs one vocabulary.
         decoder_start_token_id: encoder-decoders only: the target's first input; defaults to `eos_token_id`, as in
@@ -268,6 +269,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
         if name == "full_attention_layers" and value == "all":
             value = list(range(self.num_hidden_layers))
         super().__setattr__(name, value)
+        if name == "vocab_size" and self.share_encoder_decoder_embeddings and self.decoder_vocab_size is not None:
+            self.decoder_vocab_size = value
 
     def validate_values(self) -> None:
         """Validate every field, at construction and again when the config is saved."""

@@ -215,9 +215,8 @@ class Seq2SeqPreTrainedModel(EncoderPreTrainedModel):
             self.config.vocab_size = encoder.config.vocab_size
             return embeddings
         embeddings = super().resize_token_embeddings(*args, **kwargs)
-        self.config.decoder_vocab_size = self.config.vocab_size
         for part in (encoder, decoder):
-            part.config.vocab_size = part.config.decoder_vocab_size = self.config.vocab_size
+            part.config.vocab_size = self.config.vocab_size
         return embeddings
 
     def resize_decoder_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
