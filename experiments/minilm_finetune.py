@@ -5,11 +5,12 @@
     python experiments/minilm_finetune.py report
 
 `run` finetunes each contender for each task with each seed, and scores it. Contenders are the source with its own
-softmax attention ("teacher", which reads at most 512 tokens) and the folders of `--models`. For long tasks there are
-also the source on windows of 256 tokens, and each folder "untrained" and without its "slots", its "selected tokens" or
-both. `mlm` trains a masked-LM head for the folders. A run has a folder in `--runs` with its scores (`run.json`) and its
-adapter of PEFT; finished runs are kept, and an interrupted one continues from its last checkpoint. `report` collects
-the runs in `--runs` and writes the tables; runs that it has collected before may be gone.
+softmax attention ("teacher", which reads at most 512 tokens) and the folders of `--models`. Where texts may exceed 256
+tokens, there is each folder without its "slots", its "selected tokens" or both; for long tasks also the source on
+windows of 256 tokens, and each folder "untrained". `mlm` trains a masked-LM head for the folders. A run has a folder in
+`--runs` with its scores (`run.json`) and its adapter of PEFT; finished runs are kept, and an interrupted one continues
+from its last checkpoint. `report` collects the runs in `--runs` and writes the tables; runs that it has collected
+before may be gone.
 
 `squad_long` starts from the finished run of `squad`, so it has no "untrained".
 """
@@ -109,7 +110,7 @@ def contenders(options: argparse.Namespace, task: str) -> dict[str, Load]:
         found[folder.name] = partial(conversion, folder)
         if is_long and not after:  # the untrained conversion has no run on short texts to start from
             found[label(folder.name, "untrained")] = partial(untrained, recipe_model(folder), options.teacher)
-        for part in switches(config) if is_long else ():
+        for part in switches(config) if task in TASKS and TASKS[task].length > SOURCE_LENGTH else ():
             found[label(folder.name, part)] = partial(switched_off, folder, part)
     return found
 

@@ -41,7 +41,7 @@ class Task:
         length: tokens at which a text is cut.
         metric: what the tables show, by its name in the scores; x 100.
         labels: names of the classes; empty: those of the rows' `name`.
-        is_long: whether texts are beyond the source's 512 positions, so that the parts of a conversion matter.
+        is_long: whether texts are beyond the source's 512 positions.
         batch: rows of an update.
         split: what is scored, by its name in the data set.
         after: task whose finished run training starts from, with its head.
