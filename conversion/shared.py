@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 import luna_hf
 from luna_hf.convert import files
-from luna_hf.scripting import Parser, UserError, portable_command, reason
+from luna_hf.scripting import Parser, UserError, portable_command, quiet, reason
 
 # Identifies the card of an earlier conversion.
 CARD_MARK = "python conversion/"
@@ -67,21 +66,18 @@ def load(source: str | Path) -> PreTrainedModel:
     Raises:
         UserError: It cannot be read or is incomplete, or is no Luna.
     """
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its warnings are raised here
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if config.model_type != luna_hf.LunaConfig.model_type or not config.architectures:
             raise UserError(f"{source} is of the type {config.model_type!r}, or has no `architectures`: it is no Luna.")
         config.dtype = None  # whatever config.json says
         kind = getattr(luna_hf, config.architectures[0])
-        model, info = kind.from_pretrained(source, config=config, dtype="auto", output_loading_info=True)
+        with quiet():  # its warnings are raised here
+            model, info = kind.from_pretrained(source, config=config, dtype="auto", output_loading_info=True)
     except UserError:
         raise
     except Exception as error:  # depends on what is missing or damaged
         raise UserError(f"{source} is no folder or Hub name of a complete model ({reason(error)}).") from error
-    finally:
-        logging.set_verbosity(verbosity)
     if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
         raise UserError(f"The weights of {source} do not fit its config.json: {', '.join(wrong[:3])}.")
     return model.eval()

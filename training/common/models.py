@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     RobertaConfig,
 )
-from transformers.utils import find_adapter_config_file, logging
+from transformers.utils import find_adapter_config_file
 
 from common.options import did_you_mean
 from luna_hf import FAMILIES, scripting
@@ -257,20 +257,17 @@ def load_encoder(
             f"{name_or_path} is a {config.model_type} checkpoint, for which there is no {auto_class.__name__}."
         )
     override(config, config_overrides)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # the notes replace its report of missing weights
     try:
-        model, info = auto_class.from_pretrained(
-            name_or_path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, dtype=torch.float32
-        )
+        with scripting.quiet():  # the notes replace its report of missing weights
+            model, info = auto_class.from_pretrained(
+                name_or_path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, dtype=torch.float32
+            )
     except DAMAGED as error:
         fields = ", ".join(f"{name}={value!r}" for name, value in config_overrides.items())
         chosen = f" with {fields}" if fields else ""
         raise UserError(
             f"The weights of {name_or_path} cannot be loaded{chosen}: {scripting.reason(error)}."
         ) from error
-    finally:
-        logging.set_verbosity(verbosity)
     notes = _loading_notes(model, info, name_or_path)
     if odd := [name for name, weight in model.named_parameters() if not weight.detach().isfinite().all()]:
         raise UserError(f"{name_or_path} has weights that are not finite ({_some(odd)}): it cannot be used.")
