@@ -180,8 +180,12 @@ def planned(options: argparse.Namespace) -> Iterator[Run]:
     for seed in options.seeds:
         for name in options.contenders or known:
             for task in (task for task in options.tasks if name in found[task]):
-                folder = options.runs[0] / task / name.replace(", ", "-").replace(" ", "-") / f"seed-{seed}"
-                yield Run(task, name, seed, found[task][name], folder)
+                yield Run(task, name, seed, found[task][name], folder_of(options.runs[0], task, name, seed))
+
+
+def folder_of(runs: Path, task: str, contender: str, seed: int) -> Path:
+    """Where a run's results are."""
+    return runs / task / contender.replace(", ", "-").replace(" ", "-") / f"seed-{seed}"
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -237,8 +241,10 @@ def finetune(run: Run, options: argparse.Namespace, tokenizer: PreTrainedTokeniz
     rate = options.rate or kind.rate
     settings = LoraSettings(rate, task.batch, task.epochs, run.seed, kind.trained, save_steps=steps, bf16=options.bf16)
     adapted = adapt(model, settings)
-    if task.after:
-        start_from(run.folder.parents[2] / task.after / run.contender.partition(", ")[0] / run.folder.name, adapted)
+    if task.after:  # the source on windows starts from its run in one pass
+        is_own = run.contender in contenders(options, task.after)
+        start = run.contender if is_own else run.contender.partition(", ")[0]
+        start_from(folder_of(options.runs[0], task.after, start, run.seed), adapted)
     cost = train(adapted, features, lengths, kind.collate, settings, run.folder)
     scores = kind.evaluate(adapted, test)
     save(adapted, run.folder, options.models[0])
