@@ -269,9 +269,11 @@ def test_every_kind_of_task_is_trained_scored_and_kept(source, conversion, tmp_p
 
 def test_a_task_starts_from_the_finished_run_of_another(source, tokenizer, conversion, tmp_path, capsys):
     write_tasks(tmp_path / "data")
+    starts = {"tiny": "tiny", "tiny, without slots": "tiny-without-slots", minilm_finetune.WINDOWS: "teacher"}
+    for contender, start in starts.items():
+        assert run(source, conversion, tmp_path, "--contenders", contender, "--tasks", "squad_long") == 2
+        assert f"squad/{start}/seed-0, which is not finished. Run its task first" in capsys.readouterr().err
     long = ["--contenders", "tiny", "--tasks", "squad_long"]
-    assert run(source, conversion, tmp_path, *long) == 2
-    assert "Run its task first" in capsys.readouterr().err
     assert run(source, conversion, tmp_path, "--contenders", "tiny", "--tasks", "squad") == 0
     assert run(source, conversion, tmp_path, *long) == 0
     kind = kinds.Answers(tasks.TASKS["squad_long"], tokenizer, 40)
