@@ -2568,7 +2568,10 @@ _FOREIGN = ("token_embeddings", "all_layer_embeddings", "sentence_embedding", "t
 _READS = ("local_window", "read_slots")
 
 
-_PACKED = "texts packed into one row would share its memory. Pad them instead (DataCollatorWithPadding)."
+_PACKED = (
+    "texts packed into one row would share its memory. Pad them instead (`DataCollatorWithPadding`; in TRL, leave out "
+    "`packing` and `padding_free`)."
+)
 
 
 _NO_CACHE = "the model is an encoder and has no cache."
