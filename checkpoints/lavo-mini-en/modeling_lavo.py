@@ -1370,9 +1370,10 @@ def join_masks(terms: Sequence[list[Tensor]], sizes: Sequence[int], like: Tensor
     else:
         every = like.new_ones(1, 1, 1, 1, dtype=torch.bool)
         masks = [reduce(torch.logical_and, own or [every]) for own in terms]
+    if len(masks) == 1:  # with sizes, the older exporter to ONNX would keep the example's
+        return masks[0].expand(-1, -1, -1, sizes[0])
     shape = torch.broadcast_shapes(*(mask.shape[:-1] for mask in masks))
-    masks = [mask.expand(*shape, size) for mask, size in zip(masks, sizes, strict=True)]
-    return masks[0] if len(masks) == 1 else torch.cat(masks, dim=-1)
+    return torch.cat([mask.expand(*shape, size) for mask, size in zip(masks, sizes, strict=True)], dim=-1)
 
 
 def is_additive(terms: Sequence[list[Tensor]]) -> bool:
