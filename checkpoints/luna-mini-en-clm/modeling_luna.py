@@ -1092,7 +1092,7 @@ class WindowMemory(NamedTuple):
         last = self.keep.long().cumsum(1).gather(1, places) + self.earlier  # the place behind the newest token
         found = last.unsqueeze(-1) + torch.arange(-self.window, 0, device=places.device)
         inside = found.clamp(min=0)  # (b, q, w)
-        rows = torch.arange(len(places), device=places.device)[:, None, None]
+        rows = torch.arange(places.shape[0], device=places.device)[:, None, None]
         real = (found >= 0) & self.real[rows, inside]
         key, value = (states.transpose(1, 2)[rows, inside].movedim(3, 1) for states in (self.key, self.value))
         return self._replace(readers=Readers(places, key, value, real))
@@ -4234,7 +4234,7 @@ class CausalMemoryAttention(CausalAttention):
             memory = CausalMemory(*map(cache.states.get, CausalMemory._fields))
         options = {"slots": used, "used": used, "keep": context.keep, "steps": context.ranks + 1}
         if not context.slots:
-            options["slots"] = torch.zeros(len(query), weights.shape[-1], dtype=torch.bool, device=key.device)
+            options["slots"] = torch.zeros(query.shape[0], weights.shape[-1], dtype=torch.bool, device=key.device)
         window = None
         if self.config.local_window:
             window = WindowMemory.of_decoder(key, value, self.config.local_window, context, cache, "window_")
@@ -4391,7 +4391,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         """
         is_transformed = torch._C._are_functorch_transforms_active()  # whose tensors have no address
         if cache is None or torch.is_grad_enabled() or is_transformed or not is_plain(self.pack.query):
-            return split_heads(self.pack(len(hidden_states)), self.num_heads)
+            return split_heads(self.pack(hidden_states.shape[0]), self.num_heads)
         device = hidden_states.device.type
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
             return cache.constants["pack_query"]

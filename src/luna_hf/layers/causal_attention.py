@@ -62,7 +62,7 @@ class CausalMemoryAttention(CausalAttention):
             memory = CausalMemory(*map(cache.states.get, CausalMemory._fields))
         options = {"slots": used, "used": used, "keep": context.keep, "steps": context.ranks + 1}
         if not context.slots:
-            options["slots"] = torch.zeros(len(query), weights.shape[-1], dtype=torch.bool, device=key.device)
+            options["slots"] = torch.zeros(query.shape[0], weights.shape[-1], dtype=torch.bool, device=key.device)
         window = None
         if self.config.local_window:
             window = WindowMemory.of_decoder(key, value, self.config.local_window, context, cache, "window_")

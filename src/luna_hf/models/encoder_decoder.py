@@ -386,7 +386,7 @@ class Seq2SeqModelMixin:
         past = {"cache": self.open_source(cache)} if streams else {}
         own = keep if streams else attention_mask  # without a mask, ids of padding are padding
         outputs = self.encoder(input_ids, own, inputs_embeds=inputs_embeds, return_dict=True, **past)
-        self.decoder.write_source(cache, outputs, keep, len(outputs.last_hidden_state))
+        self.decoder.write_source(cache, outputs, keep, outputs.last_hidden_state.shape[0])
         if input_ids is not None and not streams:
             cache.note_source(source_checksum(input_ids, keep))
 

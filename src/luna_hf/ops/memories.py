@@ -182,7 +182,7 @@ class WindowMemory(NamedTuple):
         last = self.keep.long().cumsum(1).gather(1, places) + self.earlier  # the place behind the newest token
         found = last.unsqueeze(-1) + torch.arange(-self.window, 0, device=places.device)
         inside = found.clamp(min=0)  # (b, q, w)
-        rows = torch.arange(len(places), device=places.device)[:, None, None]
+        rows = torch.arange(places.shape[0], device=places.device)[:, None, None]
         real = (found >= 0) & self.real[rows, inside]
         key, value = (states.transpose(1, 2)[rows, inside].movedim(3, 1) for states in (self.key, self.value))
         return self._replace(readers=Readers(places, key, value, real))

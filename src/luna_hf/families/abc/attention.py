@@ -300,7 +300,7 @@ class AbcCausalAttention(AbcControlled, CausalMemoryAttention):
         query, key, value = self.project(hidden_states, context)
         cache, is_eager = context.layer_cache(self.layer_idx), self.config._attn_implementation == "eager"
         # Every window holds all tokens before. Padding gets the output of a real token, but for readers.
-        is_whole = cache is None and key.shape[2] <= self.config.memory_size and not is_eager and not is_tracing(key)
+        is_whole = cache is None and not is_eager and not is_tracing(key) and key.shape[2] <= self.config.memory_size
         if is_whole and (context.keep is None or context.readers is not None):
             row = SlotMemory.of_decoder(key, value, context.keep)
             return read_memories(self, query, [row], context.options)[0], slot_states, None

@@ -261,7 +261,7 @@ class LunaCausalAttention(LunaProjections, CausalMemoryAttention):
         """
         is_transformed = torch._C._are_functorch_transforms_active()  # whose tensors have no address
         if cache is None or torch.is_grad_enabled() or is_transformed or not is_plain(self.pack.query):
-            return split_heads(self.pack(len(hidden_states)), self.num_heads)
+            return split_heads(self.pack(hidden_states.shape[0]), self.num_heads)
         device = hidden_states.device.type
         if is_torchdynamo_compiling() and "pack_query" in cache.constants:
             return cache.constants["pack_query"]
