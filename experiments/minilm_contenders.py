@@ -22,6 +22,8 @@ from transformers.modeling_outputs import BaseModelOutput
 Embed = Callable[[list[list[int]]], Tensor | list[Tensor]]
 # Tokens of the longest text that the source was made for.
 SOURCE_LENGTH = 256
+# What its table of positions has room for.
+SOURCE_POSITIONS = 512
 # Both of a conversion's parts that reach beyond its window.
 BOTH = "slots and selected tokens"
 
@@ -124,7 +126,7 @@ def similarity(queries: Tensor, documents: Tensor | list[Tensor]) -> Tensor:
 
 def source_ways(source: Reader) -> dict[str, Contender]:
     """The unmodified encoder, cut and on windows, and its word vectors; all read whole queries, in windows."""
-    documents = {"teacher, cut at 256": source.cut(SOURCE_LENGTH), "teacher, cut at 512": source.cut(512)}
+    documents = {"teacher, cut at 256": source.cut(SOURCE_LENGTH), "teacher, cut at 512": source.cut(SOURCE_POSITIONS)}
     for size in (128, 256):
         documents[f"teacher, mean of windows of {size}"] = source.windows(size)
         documents[f"teacher, best window of {size}"] = source.best_window(size)

@@ -6,8 +6,9 @@
 
 `run` finetunes each contender for each task with each seed, and scores it. Contenders are the source with its own
 softmax attention ("teacher", which reads at most 512 tokens) and the folders of `--models`. Where texts may exceed 256
-tokens, there is each folder without its "slots", its "selected tokens" or both; for long tasks also the source on
-windows of 256 tokens, and each folder "untrained". `mlm` trains a masked-LM head for the folders. A run has a folder in
+tokens, there is each folder without its "slots", its "selected tokens" or both; up to 512 tokens also "with 512
+positions" instead of repeated ones; for long tasks also the source on windows of 256 tokens, and each folder
+"untrained". `mlm` trains a masked-LM head for the folders. A run has a folder in
 `--runs` with its scores (`run.json`) and its adapter of PEFT; finished runs are kept, and an interrupted one continues
 from its last checkpoint. `report` collects the runs in `--runs` and writes the tables; runs that it has collected
 before may be gone.
@@ -30,7 +31,7 @@ from running import KEPT, RESULTS, joined, read_json, run_alone
 import minilm_finetune_mlm as mlm
 import peft
 from minilm import TEACHER, label, recipe_model
-from minilm_contenders import SOURCE_LENGTH, in_windows, switches, without
+from minilm_contenders import SOURCE_LENGTH, SOURCE_POSITIONS, in_windows, switches, without
 from minilm_finetune_kinds import KINDS
 from minilm_finetune_report import text
 from minilm_finetune_tasks import TASKS, sampled
@@ -110,8 +111,12 @@ def contenders(options: argparse.Namespace, task: str) -> dict[str, Load]:
         found[folder.name] = partial(conversion, folder)
         if is_long and not after:  # the untrained conversion has no run on short texts to start from
             found[label(folder.name, "untrained")] = partial(untrained, recipe_model(folder), options.teacher)
-        for part in switches(config) if task in TASKS and TASKS[task].length > SOURCE_LENGTH else ():
+        if task not in TASKS or TASKS[task].length <= SOURCE_LENGTH:
+            continue
+        for part in switches(config):
             found[label(folder.name, part)] = partial(switched_off, folder, part)
+        if (config.position_period or SOURCE_POSITIONS) < TASKS[task].length <= SOURCE_POSITIONS:
+            found[f"{folder.name}, with {SOURCE_POSITIONS} positions"] = partial(unrepeated, folder, options.teacher)
     return found
 
 
@@ -144,6 +149,15 @@ def switched_off(folder: Path, part: str, head: str, fields: dict[str, Any]) -> 
     """A conversion without a part, with a new head."""
     model = conversion(folder, head, fields)
     without(model.base_model, part)
+    return model
+
+
+def unrepeated(folder: Path, source: str, head: str, fields: dict[str, Any]) -> PreTrainedModel:
+    """A conversion with all positions of its source, which it repeats later, and a new head."""
+    model = untrained({**recipe_model(folder), "position_period": SOURCE_POSITIONS}, source, head, fields)
+    trained = conversion(folder, head, {}).base_model.state_dict()
+    del trained["embeddings.position_embeddings.weight"]  # frozen in training
+    model.base_model.load_state_dict(trained, strict=False)
     return model
 
 

@@ -286,6 +286,20 @@ def test_a_task_starts_from_the_finished_run_of_another(source, tokenizer, conve
     assert any("qa_outputs" in name for name in saved)
 
 
+def test_all_positions_of_the_source(source, conversion, monkeypatch):
+    monkeypatch.setattr(minilm_finetune, "SOURCE_POSITIONS", 40)
+    whole = minilm_finetune.unrepeated(conversion, source, "ForQuestionAnswering", {}).base_model.eval()
+    own, given = whole.state_dict(), AutoModel.from_pretrained(source).state_dict()
+    repeated = AbcModel.from_pretrained(conversion).eval()
+    positions = "embeddings.position_embeddings.weight"
+    assert all(torch.equal(own[name], value) for name, value in repeated.state_dict().items() if name != positions)
+    assert torch.equal(own[positions][-40:], given[positions][:40])
+    ids = torch.arange(40).remainder(8).add(5)[None]
+    short, long = (model(input_ids=ids[:, :38]).last_hidden_state for model in (whole, repeated))
+    assert torch.equal(short, long)
+    assert not torch.allclose(*(model(input_ids=ids).last_hidden_state for model in (whole, repeated)))
+
+
 def test_an_interrupted_run_is_not_continued_with_other_options(source, conversion, tmp_path, capsys, monkeypatch):
     write_tasks(tmp_path / "data")
     words = ["--contenders", "tiny", "--tasks", "sst2"]
