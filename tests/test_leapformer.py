@@ -1,5 +1,7 @@
 """LeaPformer's peculiarities: the normaliser at its floor, precision, dropout of tokens, real lengths, one token."""
 
+import math
+
 import pytest
 import torch
 from helpers import normal_states, padded_batch, random_ids, refused, relative_rms, tiny_causal_model, tiny_model
@@ -9,6 +11,7 @@ from luna_hf import LeapformerConfig
 from luna_hf.families.leapformer.attention import (
     FLOOR,
     Features,
+    LearnedProportion,
     attend_causally,
     implied_weights,
     map_features,
@@ -110,6 +113,29 @@ def test_long_texts_in_half_precision(variant, dtype):
     exact, _, _ = attention.double()(states, None, context)
     half, _, _ = attention.to(dtype)(states.to(dtype), None, context)
     assert half.dtype == dtype and relative_rms(half, exact) < 0.03
+
+
+@pytest.mark.parametrize("precision", ["autocast", "weights"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_close_proportions_learn_in_half_precision(dtype, precision):
+    """Initial proportions differ by less than a rounding of 0.5. If they were equal, nothing would move them apart."""
+
+    def gradients(dtype, autocast=None):
+        torch.manual_seed(0)
+        network = LearnedProportion(64, 32)
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        network.to(dtype)
+        features = map_features(normal_states(2, 40, 64).view(2, 1, 40, 64), "relu")
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            proportions = network(features.to(dtype))
+        relative = (proportions.double().unsqueeze(-1) - proportions.double().unsqueeze(-2)) * (math.pi / 2)
+        relative.cos().sum().backward()
+        return [parameter.grad.flatten().double() for parameter in network.parameters()][:3]
+
+    half = gradients(torch.float32, dtype) if precision == "autocast" else gradients(dtype)
+    for actual, expected in zip(half, gradients(torch.float32), strict=True):
+        assert torch.cosine_similarity(actual, expected, dim=0) > 0.99
 
 
 @torch.no_grad()

@@ -160,10 +160,12 @@ class LearnedProportion(nn.Module):
         self.outer = nn.Linear(inner_size, 1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features (b, h, n, c) to proportions (b, h, n)."""
+        """Map features (b, h, n, c) to proportions (b, h, n), in float32 or wider."""
         # Tokens come before heads in memory, so that flattening them is a view.
         inner = F.relu(self.inner(features.transpose(1, 2)))
-        return self.outer(inner).squeeze(-1).transpose(1, 2).sigmoid()
+        logits = self.outer(inner).squeeze(-1).transpose(1, 2)
+        # At first, all proportions are near 0.5, where they are equal in bfloat16 and would get no gradient.
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
 
 
 class LinearAttention(MemoryAttention):
