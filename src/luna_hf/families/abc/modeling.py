@@ -38,7 +38,6 @@ class AbcPreTrainedModel(EncoderPreTrainedModel):
 class AbcModel(SharedControl, EncoderModelMixin, AbcPreTrainedModel):
     """The ABC encoder without a head."""
 
-    _no_split_modules = [*EncoderPreTrainedModel._no_split_modules, "AbcControl"]
     attention_class = AbcAttention
 
 
@@ -77,7 +76,6 @@ class AbcCausalModel(SharedControl, DecoderModelMixin, BoundedMemoryPreTrainedMo
 
     config: AbcConfig
     base_model_prefix = "abc"
-    _no_split_modules = [*BoundedMemoryPreTrainedModel._no_split_modules, "AbcControl"]
     attention_class = AbcCausalAttention
 
 
@@ -94,7 +92,6 @@ class AbcCrossDecoder(SharedControl, CrossDecoderMixin, BoundedMemoryPreTrainedM
 
     config: AbcConfig
     base_model_prefix = "abc"
-    _no_split_modules = [*CrossDecoderMixin._no_split_modules, "AbcControl"]
     attention_class = AbcCausalAttention
     cross_attention_class = AbcAttention
 
@@ -104,7 +101,6 @@ class AbcStreamingDecoder(SharedControl, StreamingDecoderMixin, BoundedMemoryPre
 
     config: AbcConfig
     base_model_prefix = "abc"
-    _no_split_modules = [*StreamingDecoderMixin._no_split_modules, "AbcControl"]
     attention_class = AbcCausalAttention
 
 
