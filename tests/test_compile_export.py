@@ -255,7 +255,8 @@ def test_one_export_serves_every_batch_and_length(family, kind, variant, tmp_pat
         assert_equal_outputs(loaded(**inputs), model(**inputs))
 
 
-@decoders()  # all are traced in every suite
+# Unlike a trace, an export shows where code reads a size as a number.
+@decoders(("luna", "default"), ("abc_memory", "sliding-window"))
 @torch.no_grad()
 def test_one_causal_export_serves_every_batch_and_length(family, variant):
     model = tiny_causal_model(family, num_hidden_layers=1, use_cache=False, **causal_variants_of(family)[variant])
@@ -288,7 +289,8 @@ def test_one_compiled_package_serves_every_batch_and_length(family, options, tmp
     compiled = torch._inductor.aoti_load_package(path)
     for shape in [*SHAPES, (1, 2)]:
         inputs = uneven("mlm", *shape, seed=shape[1])
-        assert_equal_outputs(compiled(**inputs), model(**inputs))
+        real = inputs["attention_mask"].bool()  # what padding reads is left open
+        torch.testing.assert_close(compiled(**inputs).logits[real], model(**inputs).logits[real], atol=1e-5, rtol=1e-4)
 
 
 # ---- precision ----

@@ -1997,7 +1997,8 @@ class MemoryAttention(Recorded):
         if torch.is_grad_enabled() and self.config._attn_implementation != "eager":
             parts = memory.parts
             keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in parts)
-            if keys <= hidden_states.shape[-1] * _MOST_KEYS and may_recompute(hidden_states):
+            # In this order: comparing the number of keys would specialise a graph.
+            if may_recompute(hidden_states) and keys <= hidden_states.shape[-1] * _MOST_KEYS:
                 project = snapshot(self.query)
                 states = hidden_states if project else self.query(hidden_states)
                 return save_inputs(self._read, states, memory, context, project or _same, module=self)
@@ -4299,7 +4300,6 @@ class AbcPreTrainedModel(EncoderPreTrainedModel):
 class AbcModel(SharedControl, EncoderModelMixin, AbcPreTrainedModel):
     """The ABC encoder without a head."""
 
-    _no_split_modules = [*EncoderPreTrainedModel._no_split_modules, "AbcControl"]
     attention_class = AbcAttention
 
 

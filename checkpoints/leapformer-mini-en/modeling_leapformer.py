@@ -1902,7 +1902,8 @@ class MemoryAttention(Recorded):
         if torch.is_grad_enabled() and self.config._attn_implementation != "eager":
             parts = memory.parts
             keys = sum(2 * part.window if isinstance(part, WindowMemory) else part.key.shape[2] for part in parts)
-            if keys <= hidden_states.shape[-1] * _MOST_KEYS and may_recompute(hidden_states):
+            # In this order: comparing the number of keys would specialise a graph.
+            if may_recompute(hidden_states) and keys <= hidden_states.shape[-1] * _MOST_KEYS:
                 project = snapshot(self.query)
                 states = hidden_states if project else self.query(hidden_states)
                 return save_inputs(self._read, states, memory, context, project or _same, module=self)
@@ -3904,10 +3905,12 @@ class LearnedProportion(nn.Module):
         self.outer = nn.Linear(inner_size, 1)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features (b, h, n, c) to proportions (b, h, n)."""
+        """Map features (b, h, n, c) to proportions (b, h, n), in float32 or wider."""
         # Tokens come before heads in memory, so that flattening them is a view.
         inner = F.relu(self.inner(features.transpose(1, 2)))
-        return self.outer(inner).squeeze(-1).transpose(1, 2).sigmoid()
+        logits = self.outer(inner).squeeze(-1).transpose(1, 2)
+        # At first, all proportions are near 0.5, where they are equal in bfloat16 and would get no gradient.
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
 
 
 class LinearAttention(MemoryAttention):
