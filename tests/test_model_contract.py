@@ -164,6 +164,26 @@ def test_a_forward_changes_nothing(model_type, kind, train):
         assert torch.equal(tensor, state[name]), name
 
 
+@families
+@torch.no_grad()
+def test_units_of_fsdp_return_no_weights(model_type):
+    """FSDP frees a unit's weights after its forward, before other modules could use what it returned."""
+    for make in (tiny_model, tiny_causal_model, tiny_seq2seq_model):
+        model = make(model_type)
+        weights, units = {id(parameter) for parameter in model.parameters()}, set(model._no_split_modules)
+        called = []
+
+        def check(module, _, output, weights=weights, called=called):
+            called.append(type(module).__name__)
+            assert id(output) not in weights, called[-1]
+
+        for module in model.modules():
+            if type(module).__name__ in units:
+                module.register_forward_hook(check)
+        model(**IDS, **({"decoder_input_ids": IDS["input_ids"]} if model.config.is_encoder_decoder else {}))
+        assert {"TokenEmbeddings", "TransformerLayer"} <= set(called)
+
+
 # Every head, every pooling, and every variant with the masked-LM head, which uses all that an encoder has.
 GRADIENTS = [
     (family, kind, "cls", "default") for family in FAMILIES for kind in MODELS if kind not in ("mlm", "sequence")
