@@ -155,9 +155,9 @@ def switched_off(folder: Path, part: str, head: str, fields: dict[str, Any]) -> 
 def unrepeated(folder: Path, source: str, head: str, fields: dict[str, Any]) -> PreTrainedModel:
     """A conversion with all positions of its source, which it repeats later, and a new head."""
     model = untrained({**recipe_model(folder), "position_period": SOURCE_POSITIONS}, source, head, fields)
-    trained = conversion(folder, head, {}).base_model.state_dict()
-    del trained["embeddings.position_embeddings.weight"]  # frozen in training
-    model.base_model.load_state_dict(trained, strict=False)
+    positions = "embeddings.position_embeddings.weight"  # frozen in training
+    own, trained = (part.base_model.state_dict() for part in (model, conversion(folder, head, {})))
+    model.base_model.load_state_dict({**trained, positions: own[positions]})
     return model
 
 

@@ -1,5 +1,6 @@
 """The finetuning of converted sentence encoders: its tasks, its scores, and runs that continue exactly."""
 
+import argparse
 import dataclasses
 import json
 import shutil
@@ -287,6 +288,9 @@ def test_a_task_starts_from_the_finished_run_of_another(source, tokenizer, conve
 
 
 def test_all_positions_of_the_source(source, conversion, monkeypatch):
+    options = argparse.Namespace(teacher=source, models=[conversion])
+    for task, has in (("sst2", False), ("squad", True), ("contracts", False)):
+        assert ("tiny, with 512 positions" in minilm_finetune.contenders(options, task)) == has
     monkeypatch.setattr(minilm_finetune, "SOURCE_POSITIONS", 40)
     whole = minilm_finetune.unrepeated(conversion, source, "ForQuestionAnswering", {}).base_model.eval()
     own, given = whole.state_dict(), AutoModel.from_pretrained(source).state_dict()
