@@ -25,10 +25,11 @@ def base(tmp_path):
     return model
 
 
-def write_adapter(folder, **options):
+def write_adapter(folder, bias="none", **options):
     """An adapter of the base beside the folder, with the config of its model; returns the adapted model."""
     model = LunaForSequenceClassification.from_pretrained(folder.parent / "base", **options)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False)).eval()
+    recipe = peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, bias=bias)
+    adapted = peft.get_peft_model(model, recipe).eval()
     adapted.save_pretrained(folder)
     model.config.save_pretrained(folder)
     return adapted
@@ -94,6 +95,18 @@ def test_an_adapter_of_the_hub_has_its_own_config(loader, monkeypatch, tmp_path)
         assert any((tmp_path / "own-cache").glob("*base*")) and any((tmp_path / "own-cache").glob("*adapter*"))
     assert loaded.config.id2label == labels
     torch.testing.assert_close(logits(loaded), logits(adapted))
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("bias", ["none", "all"])
+def test_a_loaded_adapter_does_not_train_in_part(loader, bias, base, tmp_path):
+    write_adapter(tmp_path / "adapter", bias)
+    loaded = loader.from_pretrained(tmp_path / "adapter")
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    model = LunaForSequenceClassification.from_pretrained(tmp_path / "base")
+    continued = peft.PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
+    trained = {name.split(".")[-3] for name, parameter in continued.named_parameters() if parameter.requires_grad}
+    assert {"lora_A", "lora_B"} <= trained
 
 
 def without_weights(folder):

@@ -63,6 +63,7 @@ def run(model, rows, width, side, content):
     ids, mask = pad(rows, width, side, content)
     model.zero_grad()
     states = model(ids, attention_mask=mask).last_hidden_state
+    assert not states[mask == 0].any()  # whether padding is skipped or computed
     real = [states[i][mask[i] == 1] for i in range(len(rows))]
     sum(loss_of(row) for row in real).backward()
     return [row.detach() for row in real], {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -244,6 +245,15 @@ def test_masked_tokens_that_are_not_padding_are_reported(caplog):
     assert "attention_mask" not in caplog.text
     model(ids, attention_mask=mask)
     assert "`attention_mask` hides tokens" in caplog.text
+
+
+@pytest.mark.parametrize("unpad_inputs", [None, False, True])
+def test_masked_tokens_have_the_same_states_in_every_batch(model_type, unpad_inputs):
+    model, ids = tiny_model(model_type, unpad_inputs=unpad_inputs), random_ids(6, 40)
+    mask = (torch.arange(40) < torch.tensor([[40], [3], [2], [2], [1], [5]])).long()
+    states = model(ids, attention_mask=mask).last_hidden_state
+    alone = [model(ids[i : i + 1], attention_mask=mask[i : i + 1]).last_hidden_state for i in range(6)]
+    torch.testing.assert_close(torch.cat(alone), states, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()

@@ -2436,8 +2436,8 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
     ) -> Any:
         """Like `PreTrainedModel.from_pretrained`, but refuse a checkpoint whose weights are not the model's.
 
-        A PEFT adapter with a `config.json` is loaded into its base model, with the labels of that config. If
-        `max_position_embeddings` is overridden, an encoder's positions are resized.
+        A PEFT adapter with a `config.json` is loaded into its base model, with the labels of that config, and all
+        weights are frozen. If `max_position_embeddings` is overridden, an encoder's positions are resized.
 
         Raises:
             ImportError: The source is an adapter, and peft is not installed.
@@ -2469,6 +2469,7 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             model.refuse_random(source, set(info["missing_keys"]), is_own)
         if adapter:
             refuse_random_head(model, source, adapter, kwargs)
+            model.requires_grad_(False)  # PEFT has frozen its matrices: biases and head would train without them
         if length is not None:
             model.resize_position_embeddings(length)
         return (model, info) if output_loading_info else model

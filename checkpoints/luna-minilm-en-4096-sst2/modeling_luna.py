@@ -2656,8 +2656,8 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
     ) -> Any:
         """Like `PreTrainedModel.from_pretrained`, but refuse a checkpoint whose weights are not the model's.
 
-        A PEFT adapter with a `config.json` is loaded into its base model, with the labels of that config. If
-        `max_position_embeddings` is overridden, an encoder's positions are resized.
+        A PEFT adapter with a `config.json` is loaded into its base model, with the labels of that config, and all
+        weights are frozen. If `max_position_embeddings` is overridden, an encoder's positions are resized.
 
         Raises:
             ImportError: The source is an adapter, and peft is not installed.
@@ -2689,6 +2689,7 @@ class BoundedMemoryPreTrainedModel(Recorded, PreTrainedModel):
             model.refuse_random(source, set(info["missing_keys"]), is_own)
         if adapter:
             refuse_random_head(model, source, adapter, kwargs)
+            model.requires_grad_(False)  # PEFT has frozen its matrices: biases and head would train without them
         if length is not None:
             model.resize_position_embeddings(length)
         return (model, info) if output_loading_info else model
@@ -3128,6 +3129,8 @@ class EncoderModelMixin(BaseModelMixin):
         hidden_states, slot_states = self.encoder(hidden_states, slot_states, context)
         if isinstance(context, UnpaddedContext):
             hidden_states, slot_states = context.restore(hidden_states, slot_states)
+        elif context.keep is not None:  # whatever the other rows, and as where padding is skipped
+            hidden_states = hidden_states.masked_fill(~context.keep.unsqueeze(-1), 0.0)
         return self.make_output(hidden_states, slot_states, context)
 
     def prepare_inputs(
@@ -3224,12 +3227,12 @@ class EncoderModelMixin(BaseModelMixin):
         return BaseModelOutput(last_hidden_state=hidden_states)
 
     def warn_of_hidden(self, input_ids: Tensor, keep: Tensor) -> None:
-        """Warn once of masked tokens (b, n) that are not padding: unlike in a BERT, they get no states."""
+        """Warn once of masked tokens (b, n) that are not padding: unlike in a BERT, their states are zero."""
         pad = self.config.pad_token_id
         if pad is not None and is_readable(keep) and ((input_ids != pad) & ~keep).any():
             logging.get_logger(__name__).warning_once(
-                "`attention_mask` hides tokens that are not padding (`pad_token_id`). Their states are zeros or those "
-                "of padding: do not use them, or pass 1 for these tokens."
+                "`attention_mask` hides tokens that are not padding (`pad_token_id`). Their states are zero: pass "
+                "1 for these tokens if you need states."
             )
 
     def find_marked(self, inputs: Tensor, global_attention_mask: Tensor) -> Tensor | None:
