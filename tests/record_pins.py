@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv/bin/python tests/record_pins.py
 
 Recorded at commit 65e44cd, the last before the package's modules were rewritten; question answering again when padding
-lost its part in the answer, and causal outputs when padding at the start of a row got states of zeros. Recording again
-accepts whatever the code computes by then: do so only after a change that is meant to change numbers.
+lost its part in the answer, causal outputs when padding at the start of a row got states of zeros, and encoders when
+all padding did. Recording again accepts whatever the code computes by then: do so only after a change that is meant to
+change numbers.
 """
 
 import shutil
