@@ -111,9 +111,10 @@ def outputs_of(model: PreTrainedModel, case: Case, missing: set[str]) -> dict[st
 
 
 def record() -> None:
-    """Save every folder, and what the Auto classes load from it."""
+    """Save every new folder, and what the Auto classes load from all; what older code saved is kept."""
     for folder, case in saved_cases():
-        save_folder(folder, case)
+        if not folder.exists():
+            save_folder(folder, case)
     facts, outputs = {}, {}
     for folder, case, auto in loads():
         name = f"{folder.name} as Auto{auto}"
