@@ -137,7 +137,8 @@ def test_luna(name, case, dtype):
     call = classifier.encoder.forward
 
     def forward(**inputs):
-        seen.append(call(**inputs, output_hidden_states=True, output_packed_hidden_states=True))
+        states = {"output_hidden_states": True, "output_packed_hidden_states": True}
+        seen.append(call(**inputs, unpad_inputs=False, **states))
         return seen[-1]
 
     classifier.encoder.forward = forward

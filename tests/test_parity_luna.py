@@ -101,8 +101,9 @@ def test_masked_lm(name, case, dtype, implementation):
     tokens = fixture.input(case, "tokens").long()
     atol = tolerance(fixture, case, dtype)
     with torch.no_grad():
-        outputs = model.luna(tokens, output_hidden_states=True, output_packed_hidden_states=True)
-        logits = model(tokens).logits
+        states = {"output_hidden_states": True, "output_packed_hidden_states": True}
+        outputs = model.luna(tokens, unpad_inputs=False, **states)
+        logits = model(tokens, unpad_inputs=False).logits
     assert_states_near(fixture, case, outputs, "last", config.num_hidden_layers, atol)
     assert_near(logits, fixture.output(case, "logits"), atol, "logits")
 
@@ -147,6 +148,7 @@ def test_sentence_encoder(name, case, dtype, implementation):
             token_type_ids=None if segments is None else segments.long(),
             output_hidden_states=True,
             output_packed_hidden_states=True,
+            unpad_inputs=False,
         )
     assert_states_near(fixture, case, outputs, "final", config.num_hidden_layers, atol)
     assert_near(outputs.last_hidden_state[:, 0], fixture.output(case, "cls"), atol, "cls")

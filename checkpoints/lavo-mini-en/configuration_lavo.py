@@ -128,8 +128,8 @@ class BoundedMemoryConfig(PreTrainedConfig):
             gradients stay the same, but `logits` then has the shape `(number of labels, vocab_size)`.
         unpad_inputs: encoders only: whether the computation skips padding. By default, it does where that is faster,
             but not with eager attention, or if hidden states or attentions are returned; `False` always computes
-            padding. Outputs have the same shape either way and are the same at real tokens. The states of skipped
-            padding are zero.
+            padding. Outputs have the same shape either way and are the same at real tokens. The last states of padding
+            are zero, except with `False`.
         classifier_pooling: input of the classification heads: `"cls"` (the first token's state) or `"mean"` (the mean
             over all tokens). A family may add others.
         classifier_dropout: dropout probability of the classification heads; defaults to `hidden_dropout_prob`.

@@ -3129,7 +3129,7 @@ class EncoderModelMixin(BaseModelMixin):
         hidden_states, slot_states = self.encoder(hidden_states, slot_states, context)
         if isinstance(context, UnpaddedContext):
             hidden_states, slot_states = context.restore(hidden_states, slot_states)
-        elif context.keep is not None:  # whatever the other rows, and as where padding is skipped
+        elif context.keep is not None and self.skips_padding(kwargs) is not False:  # in every batch alike
             hidden_states = hidden_states.masked_fill(~context.keep.unsqueeze(-1), 0.0)
         return self.make_output(hidden_states, slot_states, context)
 
@@ -3289,8 +3289,7 @@ class EncoderModelMixin(BaseModelMixin):
         Raises:
             ValueError: Several texts in a row, and an input or output that only padded rows have.
         """
-        wanted, needs_rows = keywords.get("unpad_inputs"), []
-        wanted = self.config.unpad_inputs if wanted is None else wanted
+        wanted, needs_rows = self.skips_padding(keywords), []
         if starts is None and wanted is False:
             return None
         if keywords.get("packed_states") is not None:
@@ -3317,6 +3316,11 @@ class EncoderModelMixin(BaseModelMixin):
             return unpadded
         has_empty_row = not unpadded.lengths.all()
         return None if has_empty_row or not (wanted or unpadded.cost < shape[0] * shape[1]) else unpadded
+
+    def skips_padding(self, keywords: dict[str, Any]) -> bool | None:
+        """Whether to skip padding, as the keywords of `forward` or the config say; `None` where that is faster."""
+        wanted = keywords.get("unpad_inputs")
+        return self.config.unpad_inputs if wanted is None else wanted
 
     def table_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> Tensor | None:
         """Return rows of the position table for `position_ids` (1 or b, n), which may count from 0 instead.
