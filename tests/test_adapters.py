@@ -99,9 +99,10 @@ def test_an_adapter_of_the_hub_has_its_own_config(loader, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("bias", ["none", "all"])
-def test_a_loaded_adapter_does_not_train_in_part(loader, bias, base, tmp_path):
+@pytest.mark.parametrize("length", [{}, {"max_position_embeddings": 80}])
+def test_a_loaded_adapter_does_not_train_in_part(loader, bias, length, base, tmp_path):
     write_adapter(tmp_path / "adapter", bias)
-    loaded = loader.from_pretrained(tmp_path / "adapter")
+    loaded = loader.from_pretrained(tmp_path / "adapter", **length)
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
     model = LunaForSequenceClassification.from_pretrained(tmp_path / "base")
     continued = peft.PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
