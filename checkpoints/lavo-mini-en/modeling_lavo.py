@@ -3062,7 +3062,7 @@ class EncoderModelMixin(BaseModelMixin):
         hidden_states, slot_states = self.encoder(hidden_states, slot_states, context)
         if isinstance(context, UnpaddedContext):
             hidden_states, slot_states = context.restore(hidden_states, slot_states)
-        elif context.keep is not None and self.skips_padding(kwargs) is not False:  # in every batch alike
+        elif context.keep is not None and kwargs["unpad_inputs"] is not False:  # in every batch alike
             hidden_states = hidden_states.masked_fill(~context.keep.unsqueeze(-1), 0.0)
         return self.make_output(hidden_states, slot_states, context)
 
@@ -3086,11 +3086,14 @@ class EncoderModelMixin(BaseModelMixin):
             ValueError: See `forward`.
         """
         self.check_keywords(keywords)
+        if keywords.get("unpad_inputs") is None:
+            keywords["unpad_inputs"] = self.config.unpad_inputs
         ids = {"position_ids": position_ids, "token_type_ids": token_type_ids}
         longest = self.check_shapes(input_ids, inputs_embeds, attention_mask, **ids)
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         keep, starts = self.tokens_to_keep(input_ids, attention_mask), None
-        if keep is not None and input_ids is not None and attention_mask is not None:
+        is_hidden_zero = keep is not None and keywords["unpad_inputs"] is not False
+        if is_hidden_zero and input_ids is not None and attention_mask is not None:
             self.warn_of_hidden(input_ids, keep)
         marked = None if global_attention_mask is None else self.find_marked(inputs, global_attention_mask)
         may_hold_several = position_ids is not None
@@ -3217,12 +3220,12 @@ class EncoderModelMixin(BaseModelMixin):
         Args:
             inputs: (b, n) or (b, n, d).
             keep, starts: see `unpad_batch`.
-            keywords: keyword arguments of `forward`.
+            keywords: keyword arguments of `forward`, with its `unpad_inputs` or the config's.
 
         Raises:
             ValueError: Several texts in a row, and an input or output that only padded rows have.
         """
-        wanted, needs_rows = self.skips_padding(keywords), []
+        wanted, needs_rows = keywords["unpad_inputs"], []
         if starts is None and wanted is False:
             return None
         if keywords.get("packed_states") is not None:
@@ -3249,11 +3252,6 @@ class EncoderModelMixin(BaseModelMixin):
             return unpadded
         has_empty_row = not unpadded.lengths.all()
         return None if has_empty_row or not (wanted or unpadded.cost < shape[0] * shape[1]) else unpadded
-
-    def skips_padding(self, keywords: dict[str, Any]) -> bool | None:
-        """Whether to skip padding, as the keywords of `forward` or the config say; `None` where that is faster."""
-        wanted = keywords.get("unpad_inputs")
-        return self.config.unpad_inputs if wanted is None else wanted
 
     def table_positions(self, position_ids: Tensor | None, keep: Tensor | None) -> Tensor | None:
         """Return rows of the position table for `position_ids` (1 or b, n), which may count from 0 instead.
